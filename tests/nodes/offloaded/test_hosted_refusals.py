@@ -8,13 +8,14 @@ import pytest
 import torch
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
+from own_policy_parts import Forgetful
+from piece_forms import Breaks
 from remote_hosts import dialled_host, end_waits_once, hosting, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 from serial_module import SerialModule
 from small_env import SmallEnv
 
 from rollflow import (
-    ConnectorV2,
     Forward,
     MeanStdFilter,
     MultiAgentRollout,
@@ -24,7 +25,7 @@ from rollflow import (
     Rollout,
     Watch,
 )
-from rollflow.nodes import EnvHost, FlattenObservations, RandomModule, RolloutHost
+from rollflow.nodes import EnvHost, FlattenObservations, LambdaConnector, RandomModule, RolloutHost
 from rollflow.stream import ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.wire import Limits
@@ -35,31 +36,10 @@ class Fails(NumberedModule):
         raise ZeroDivisionError("in the module")
 
 
-class Breaks(ConnectorV2):
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("in a piece")
-
-
-class Keeps(ConnectorV2):
-    """Has a state that it does not declare."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return batch
-
-
 class Wide(NumberedModule):
     def __init__(self) -> None:
         super().__init__()
         self.more = torch.nn.Parameter(torch.zeros(3))
-
-
-class Another(NumberedModule):
-    """Has the same weights."""
 
 
 class Other(RLModule):
@@ -73,15 +53,7 @@ class Other(RLModule):
         return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 7)}
 
 
-class Back(ConnectorV2):
-    """Looks back so many steps."""
-
-    def __init__(self, lookback: int = 1) -> None:
-        super().__init__()
-        self.lookback = lookback
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        return batch
+BREAKS = partial(Breaks, at=1)
 
 
 def pieces(*made: Any, after: bool = False) -> dict[str, Any]:
@@ -92,18 +64,18 @@ def pieces(*made: Any, after: bool = False) -> dict[str, Any]:
 # of the host, of the rollout, what the host raises and what both say
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "a module that raises": ({"module": Fails()}, {}, ZeroDivisionError, "in the module"),
-    "a connector that raises": (pieces(Breaks), pieces(Breaks), ZeroDivisionError, "in a piece"),
+    "a connector that raises": (pieces(BREAKS), pieces(BREAKS), ZeroDivisionError, "no more"),
     "a connector that raises at the action": (
-        pieces(Breaks, after=True),
-        pieces(Breaks, after=True),
+        pieces(BREAKS, after=True),
+        pieces(BREAKS, after=True),
         ZeroDivisionError,
-        "in a piece",
+        "no more",
     ),
     "a connector whose state is not declared": (
-        pieces(Keeps),
-        pieces(Keeps),
+        pieces(Forgetful),
+        pieces(Forgetful),
         StateError,
-        "Keeps changes 'count' while it runs but declares no state",
+        "Forgetful changes 'count' while it runs but declares no state",
     ),
     "a connector less": (
         {},
@@ -112,7 +84,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         r"the env_to_module pipeline of host raw is .*; expected that of the rollout: MeanStdFilter, .*",
     ),
     "a connector more": (
-        pieces(Breaks, after=True),
+        pieces(BREAKS, after=True),
         {},
         ConnectorError,
         r"the module_to_env pipeline of host raw is .*Breaks.*; expected that of the rollout: .*",
@@ -124,8 +96,8 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         r"of host raw is MeanStdFilter, FlattenObservations, .*; expected .*: FlattenObservations, MeanStdFilter",
     ),
     "a connector that looks back further": (
-        pieces(partial(Back, 3)),
-        pieces(Back),
+        pieces(partial(LambdaConnector, lambda batch: batch, lookback=3)),
+        pieces(partial(LambdaConnector, lambda batch: batch, lookback=1)),
         ConnectorError,
         "looks back 3 steps, but fragments keep 1",
     ),
@@ -154,7 +126,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         "the module of host raw is NumberedModule; expected that of the rollout: DefaultModule",
     ),
     "a module of another class": (
-        {"module": Another()},
+        {"module": type("Another", (NumberedModule,), {})()},
         {},
         ModuleError,
         "the module of host raw is Another; expected that of the rollout: NumberedModule",
@@ -185,7 +157,7 @@ DIFFERENT_AGENTS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception
     ),
     "no module for agents": ({"module": None}, {}, ModuleError, "is SerialModule, and host .* was given none"),
     "a connector for agents": (
-        pieces(Breaks),
+        pieces(BREAKS),
         {},
         ConnectorError,
         "the env_to_module pipeline of host .* is Breaks, .*; expected that of the rollout",
@@ -242,14 +214,12 @@ def test_one_that_listens_tells_of_it_and_serves_the_next(tmp_path: Any, caplog:
 
 
 def test_a_fragment_that_is_more_than_a_frame_takes_is_told_of_on_both_sides() -> None:
-    class Large(SmallEnv):
-        observation_space = gym.spaces.Box(-1, 1, (5000,))
-
+    large = type("Large", (SmallEnv,), {"observation_space": gym.spaces.Box(-1, 1, (5000,))})
     told = r"fragment: frame of \d+ bytes, expected at most 100000: gateway takes no more"
     envs = listening(RemoteRollouts, limits=Limits(max_frame=100_000))
     module = {"model_config": {"fcnet_hiddens": [4]}}
     with pytest.raises(WireError, match=told):
-        with rollouts_on(envs.addresses[0], Large, module=None):
+        with rollouts_on(envs.addresses[0], large, module=None):
             rollout = Rollout(envs, fragment_length=20, seed=0, **module)
             rollout.environments.join_timeout = 0.3
             with rollout, pytest.raises(EnvError, match=rf"every host has left .*{told}"):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ending_envs import Doomed
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
-from numbered_module import NumberedEnv, NumberedModule
+from numbered_module import NumberedModule
 from piece_forms import log_rows
 from places import rollout_at
 from remote_hosts import listening
@@ -245,17 +246,7 @@ def test_a_filter_on_one_host_sees_what_it_sees_inline() -> None:
 
 
 @pytest.mark.wait_times(first_pause_s=0.0)
-def test_environments_that_are_made_anew_go_on_with_what_was_learnt() -> None:
-
-    class Breaking(NumberedEnv):
-        broken = False
-
-        def step(self, action: Any) -> Any:
-            if self.life == 12 and not Breaking.broken:
-                Breaking.broken = True
-                raise RuntimeError("it broke")
-            return super().step(action)
-
+def test_environments_that_are_made_anew_go_on_with_what_was_learnt(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Counts(MeanStdFilter):
@@ -265,7 +256,7 @@ def test_environments_that_are_made_anew_go_on_with_what_was_learnt() -> None:
             return batch
 
     counting: Any = {"env_to_module_connector": lambda env: Counts(clip_by_value=None)}
-    breaking = [partial(Breaking, 0, lengths=(50, 60))]
+    breaking = [partial(Doomed, 0, tmp_path, "raise", 12, 1, lengths=(50, 60))]
     with hosted(breaking, on=counting, num_fragments=4, **counting) as (rollout, _):
         fragments = list(rollout.fragments())
     assert [fragment.num_steps for fragment in fragments] == [8, 4, 8, 8]

@@ -16,6 +16,10 @@ from rollflow import ConnectorV2, Forward, Rollout
 THREADED: dict[str, Any] = {"prefetch": 2, "forward": Forward(in_thread=True, max_batch=64), "lanes": 2, "seed": 0}
 
 
+THREADS: set[int] = set()
+"""Threads in which something that is watched was called."""
+
+
 class Watches(ConnectorV2):
     """Notes which threads it is called in, and raises at its `raises_at`-th call."""
 
@@ -23,39 +27,24 @@ class Watches(ConnectorV2):
 
     def __init__(self, raises_at: int | None = None) -> None:
         super().__init__()
-        self.threads: set[int] = set()
         self.raises_at, self.calls = raises_at, 0
 
     def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.threads.add(get_ident())
+        THREADS.add(get_ident())
         self.calls += 1
         if self.calls == self.raises_at:
             raise ZeroDivisionError
         return batch
 
 
-class WatchesForward(NumberedModule):
-    threads: set[int]
+def watched(kind: type, name: str) -> Any:
+    """A class of which one method notes the threads that it is called in."""
 
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.threads.add(get_ident())
-        return super()._forward(batch, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        THREADS.add(get_ident())
+        return getattr(kind, name)(self, *args, **kwargs)
 
-
-class WatchesAgents(SerialModule):
-    threads: set[int]
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.threads.add(get_ident())
-        return super()._forward(batch)
-
-
-class WatchedAgents(NumberedAgents):
-    threads: set[int]
-
-    def step(self, actions: Any) -> Any:
-        self.threads.add(get_ident())
-        return super().step(actions)
+    return type("Watched", (kind,), {name: method})
 
 
 AGENTS = Drawn(4, 2, 3, 0, 9, False, 8, 1, False, 0)
@@ -67,7 +56,7 @@ SEVERAL = pytest.mark.parametrize("several", [False, True], ids=["one agent", "s
 @SEVERAL
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for(where: Any, several: bool) -> None:
-    WatchesForward.threads, WatchesAgents.threads, WatchedAgents.threads = set(), set(), set()
+    THREADS.clear()
     pieces = [Watches() for _ in range(4)]
     options: dict[str, Any] = {
         "where": where,
@@ -79,16 +68,17 @@ def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for(where: A
         **THREADED,
     }
     if several:
-        modules = {"plain 0": WatchesAgents(), "plain 1": WatchesAgents()}
-        options |= {"env": makers_of(AGENTS, WatchedAgents), "module": modules}
+        modules = {name: watched(SerialModule, "_forward")() for name in ("plain 0", "plain 1")}
+        options |= {"env": makers_of(AGENTS, watched(NumberedAgents, "step")), "module": modules}
         del options["seed"]
         _, rollout = agents_rollout(AGENTS, joint_connector=lambda env: pieces[3], **options)
     else:
-        rollout = Rollout(numbered_envs(4)[1], module=WatchesForward(), fragment_length=8, **options)
+        module = watched(NumberedModule, "_forward")()
+        rollout = Rollout(numbered_envs(4)[1], module=module, fragment_length=8, **options)
     with rollout:
         assert sum(1 for _ in rollout.batches()) == 3
-    seen = WatchesForward.threads | WatchesAgents.threads | WatchedAgents.threads
-    assert seen.union(*(piece.threads for piece in pieces)) == {get_ident()}
+    assert THREADS == {get_ident()}
+    assert [piece.calls > 0 for piece in pieces] == [True] * 3 + [several]
 
 
 @pytest.mark.parametrize("pipeline", ["joint_connector", "env_to_module_connector", "module_to_env_connector"])

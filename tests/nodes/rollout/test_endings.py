@@ -74,11 +74,9 @@ def ending_in(ending: str, *, several: bool, **options: Any) -> tuple[list[Any],
         envs, rollout = made(DRAWN, **options)
     else:
         envs, makers = numbered_envs(6)
-        if ending == "env":
-            envs[1].step = breaking(envs[1].step)
         module = NumberedBreaks() if ending == "module" else NumberedModule()
         rollout = Rollout(makers, module=module, fragment_length=5, seed=0, **options)
-    if several and ending == "env":
+    if ending == "env":
         envs[1].step = breaking(envs[1].step)
     return envs, rollout
 

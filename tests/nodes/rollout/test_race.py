@@ -12,11 +12,12 @@ import pytest
 import torch
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
+from piece_forms import Breaks
 from serial_module import SerialModule
 from small_env import SmallEnv
 
-from rollflow import ConnectorV2, Forward, MultiAgentRollout, Rollout, Watch
-from rollflow.nodes import ArrayStep, MetricsLogger, MultiAgentVectorEnv
+from rollflow import Forward, MultiAgentRollout, Rollout, Watch
+from rollflow.nodes import ArrayStep, LambdaConnector, MetricsLogger, MultiAgentVectorEnv
 from rollflow.nodes.rollout import race
 from rollflow.stream import EnvError, ModuleError
 
@@ -143,21 +144,6 @@ def test_an_interrupt_ends_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.usefixtures("_without_processes")
-def test_of_environments_that_take_long_to_make_fewer_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "_STARTS_S", 0.0)
-    monkeypatch.setattr(race, "core_count", lambda: 1)
-    made: list[Any] = []
-
-    class Counted(Given):
-        def __init__(self) -> None:
-            made.append(self)
-
-    rollout = Rollout(Counted, module=NumberedModule(), where="auto", num_envs=32)
-    rollout.environments.close()
-    assert len(made) == 1 + 4 * len(HERE) + 32
-
-
 def test_ready_vector_environments_stay_inline() -> None:
     with Rollout(gym.make_vec("CartPole-v1", num_envs=3), where="auto") as rollout:
         assert "where='inline': these vector environments are here already" in rollout.explain()
@@ -198,19 +184,12 @@ class Policy(torch.nn.Module):
 @pytest.mark.usefixtures("_without_processes")
 @pytest.mark.parametrize("how", ["instance", "function"])
 def test_modules_pieces_and_random_numbers_stay_as_they_were(how: str) -> None:
-    class Counting(ConnectorV2):
-        calls = 0
-
-        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return batch
-
     class Draws(Given):
         def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
             np.random.random(random.randint(1, 3))
             return super().step(action)
 
-    module, pieces = Policy(), [Counting(), Counting()]
+    module, pieces = Policy(), [Breaks(at=0), Breaks(at=0)]  # which count their calls
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     torch.manual_seed(3)
     np.random.seed(3)
@@ -239,7 +218,13 @@ def test_modules_pieces_and_random_numbers_stay_as_they_were(how: str) -> None:
 
 
 @pytest.mark.usefixtures("_without_processes")
-def test_every_environment_that_was_tried_is_closed() -> None:
+@pytest.mark.parametrize(("takes_long", "num_envs", "per_place"), [(False, 2, 2), (True, 32, 4)])
+def test_every_environment_is_closed_and_fewer_are_tried_where_they_take_long_to_make(
+    takes_long: bool, num_envs: int, per_place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if takes_long:
+        monkeypatch.setattr(race, "_STARTS_S", 0.0)
+        monkeypatch.setattr(race, "core_count", lambda: 1)
     made: list[Any] = []
 
     class Closes(Given):
@@ -251,9 +236,9 @@ def test_every_environment_that_was_tried_is_closed() -> None:
         def close(self) -> None:
             self.closed += 1
 
-    rollout = Rollout(Closes, module=NumberedModule(), where="auto", num_envs=2)
+    rollout = Rollout(Closes, module=NumberedModule(), where="auto", num_envs=num_envs)
     rollout.environments.close()
-    assert [env.closed for env in made] == [1] * (1 + 2 * len(HERE) + 2)
+    assert [env.closed for env in made] == [1] * (1 + per_place * len(HERE) + num_envs)
 
 
 # Places that are ruled out
@@ -313,15 +298,11 @@ def test_what_can_not_be_measured_stays_inline_and_says_so() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("there is one alone")
 
-    class Rare(MetricsLogger):
-        rare = True
+    def log(metrics: Any) -> None:
+        assert metrics.rare
 
-    class Logs(ConnectorV2):
-        def __call__(self, *, batch: Any, metrics: Any, **kwargs: Any) -> Any:
-            assert metrics.rare
-            return batch
-
-    told = placement(Given, watch=Watch(metrics=Rare()), env_to_module_connector=lambda env: Logs())
+    metrics = type("Rare", (MetricsLogger,), {"rare": True})()
+    told = placement(Given, watch=Watch(metrics=metrics), env_to_module_connector=lambda env: LambdaConnector(log))
     assert told.startswith("where='inline': nothing could be measured: AttributeError: 'MetricsLogger' object has no")
     with pytest.raises(ModuleError, match="module 'Once' can't be copied: there is one alone"):
         placement(Given, module=Once())

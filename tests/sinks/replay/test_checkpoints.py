@@ -42,15 +42,27 @@ def prioritized(capacity: int = 400) -> Replay:
     return Replay(capacity, sampler=Prioritized(), storage=Storage(frames=2), seed=0)
 
 
+def saved(folder: Path, fragments: Any) -> Replay:
+    """A replay with some fragments, and its checkpoint."""
+    replay = prioritized()
+    insert_all(replay, fragments)
+    replay.save(folder)
+    return replay
+
+
+def loaded(folder: Path) -> Replay:
+    replay = prioritized()
+    replay.load(folder)
+    return replay
+
+
 def sizes(folder: Path) -> dict[str, int]:
     """File -> its bytes."""
     return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
 def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path, played: Played) -> None:
-    replay = prioritized()
-    insert_all(replay, played.fragments[:20])
-    replay.save(tmp_path / "replay")
+    replay = saved(tmp_path / "replay", played.fragments[:20])
     before = sizes(tmp_path / "replay")
     rows = sum(size for name, size in before.items() if name.startswith("rows"))
     replay.insert(played.fragments[20])  # 12 steps
@@ -64,8 +76,7 @@ def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path,
     assert sum(new[name] for name in changed) < rows / 4
     assert sorted(new.keys() - set(changed)) == [next(name for name in after if name.startswith("index"))]
     assert len(after.keys() - before.keys()) >= len(before.keys() - after.keys())  # what was replaced is gone
-    again = prioritized()
-    again.load(tmp_path / "replay")
+    again = loaded(tmp_path / "replay")
     assert same(again.get_state(), replay.get_state())
     again.insert(played.fragments[21])
     again.save(tmp_path / "replay")  # a replay that was restored goes on with the files that are there
@@ -104,8 +115,7 @@ def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
 
 def _save_until(path: str, fragments: Any, moment: int) -> None:
     """Save a replay with some fragments more, and die at one of the moments at which files change."""
-    replay = prioritized()
-    replay.load(path)
+    replay = loaded(Path(path))
     insert_all(replay, fragments)
     calls = {"left": moment}
 
@@ -125,10 +135,7 @@ def _save_until(path: str, fragments: Any, moment: int) -> None:
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, played: Played) -> None:
-    older, newer = prioritized(), prioritized()
-    insert_all(older, played.fragments[:6])
-    older.save(tmp_path / "replay")
-    newer.load(tmp_path / "replay")
+    older, newer = saved(tmp_path / "replay", played.fragments[:6]), loaded(tmp_path / "replay")
     insert_all(newer, played.fragments[6:9])
     states = [older.get_state(), newer.get_state()]
     moment, found = 0, [0]
@@ -137,8 +144,7 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, p
         process = multiprocessing.get_context("fork").Process(target=_save_until, args=arguments)
         process.start()
         process.join(60)
-        again = prioritized()
-        again.load(tmp_path / "replay")
+        again = loaded(tmp_path / "replay")
         found.append(int(len(again) > len(older)))
         assert same(again.get_state(), states[found[-1]])
         if process.exitcode == 0:
@@ -157,9 +163,7 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, p
 def test_a_disk_that_is_full_is_told_with_the_file(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replay = prioritized()
-    replay.insert(played.fragments[0])
-    replay.save(tmp_path / "replay")
+    replay = saved(tmp_path / "replay", played.fragments[:1])
     replay.insert(played.fragments[1])
     taken = len(replay)
     with monkeypatch.context() as patch:
@@ -169,8 +173,7 @@ def test_a_disk_that_is_full_is_told_with_the_file(
     [note] = raised.value.__notes__
     assert note.startswith(f"while {tmp_path}/replay/")
     assert note.endswith(" was written; what was there stays")
-    again = prioritized()
-    again.load(tmp_path / "replay")
+    again = loaded(tmp_path / "replay")
     assert 0 < len(again) < taken
 
 
@@ -198,9 +201,7 @@ def test_one_replay_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older, newer = prioritized(), prioritized()
-    older.insert(played.fragments[0])
-    older.save(tmp_path / "replay")
+    older, newer = saved(tmp_path / "replay", played.fragments[:1]), prioritized()
     insert_all(newer, played.fragments[:2])
     read = CheckpointFolder._manifest
 
@@ -217,9 +218,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(
 
 
 def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) -> None:
-    replay = prioritized()
-    insert_all(replay, played.fragments[:6])
-    replay.save(tmp_path / "replay")
+    saved(tmp_path / "replay", played.fragments[:6])
     assert len(sizes(tmp_path / "replay")) > 4
     for path in (tmp_path / "replay").iterdir():
         data = path.read_bytes()
@@ -232,19 +231,16 @@ def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) 
             assert len(again) == 0
         path.write_bytes(data)
     with pytest.raises(ReplayError, match=rf"nothing/{MANIFEST}: expected a replay's checkpoint"):
-        prioritized().load(tmp_path / "nothing")
-    prioritized().load(tmp_path / "replay")
+        loaded(tmp_path / "nothing")
+    loaded(tmp_path / "replay")
 
 
 def test_a_folder_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path, played: Played) -> None:
-    replay = prioritized()
-    replay.insert(played.fragments[0])
-    replay.save(tmp_path / "replay")
+    replay = saved(tmp_path / "replay", played.fragments[:1])
     (tmp_path / "replay" / MANIFEST).write_text("{}")
     (tmp_path / "replay" / "notes").write_text("somebody else's")
     replay.save(tmp_path / "replay")
-    again = prioritized()
-    again.load(tmp_path / "replay")
+    again = loaded(tmp_path / "replay")
     for row in rows_of(again.sample(8)):
         played.check_row(row, frames=2)
     assert (tmp_path / "replay" / "notes").exists()

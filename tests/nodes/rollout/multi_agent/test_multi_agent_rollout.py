@@ -251,11 +251,7 @@ def test_explain_names_the_stages() -> None:
 # What it refuses
 
 
-class Uneven(NumberedAgents):
-    """Two agents with different spaces."""
-
-    def __init__(self) -> None:
-        super().__init__(0, agents=2, nested=1, at_once=True)
+UNEVEN = partial(NumberedAgents, 0, agents=2, nested=1, at_once=True)  # two agents with different spaces
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
@@ -265,7 +261,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no environments": (Talk, {"num_envs": 0}, ValueError, "num_envs is 0, expected a whole number from 1 on"),
     "more lanes": (Talk, {"lanes": 2}, EnvError, "lanes"),
     "several parts": (
-        Uneven,
+        UNEVEN,
         {"module": None},
         ModuleError,
         "spaces, one each as 'agent 0', 'agent 1', of which one m",
@@ -323,7 +319,7 @@ def test_what_can_not_be_worked_with_is_refused(env: Any, options: Any, error: A
             "environment 0, agent 'b', vector step 1",
         ),
         (
-            Uneven,
+            UNEVEN,
             {"agent_to_module_mapping_fn": lambda agent, episode: "a"},
             "agent 'agent 1', vector step 0: module 'a' serves agent 'agent 0', with observations in .* but this one's",
             "",
@@ -378,9 +374,7 @@ def test_returns_by_module_count_agents_that_act_seldom(rows: int) -> None:
 
 def test_the_default_module_is_made_for_those_that_have_none_of_their_own() -> None:
     class Uneven(Talk):
-        def __init__(self) -> None:
-            super().__init__()
-            self.action_spaces = {"a": gym.spaces.Discrete(2), "b": gym.spaces.Discrete(9)}
+        action_spaces = {"a": gym.spaces.Discrete(2), "b": gym.spaces.Discrete(9)}  # noqa: RUF012
 
     rollout = MultiAgentRollout(Uneven, module={"a": None, "default_policy": None}, seed=0)
     assert rollout.module["a"].action_space.n == 2
@@ -389,9 +383,7 @@ def test_the_default_module_is_made_for_those_that_have_none_of_their_own() -> N
 
 def test_box_actions_at_random_follow_from_the_seed() -> None:
     class Pushes(Talk):
-        def __init__(self) -> None:
-            super().__init__()
-            self.action_spaces = dict.fromkeys(self.possible_agents, gym.spaces.Box(-3, 2, (2,), np.int16))
+        action_spaces = dict.fromkeys(Talk.possible_agents, gym.spaces.Box(-3, 2, (2,), np.int16))
 
     def actions(seed: int) -> Any:
         options: Any = {"module": RandomModule, "fragment_length": 20, "num_fragments": 1, "seed": seed}
@@ -406,7 +398,7 @@ def test_box_actions_at_random_follow_from_the_seed() -> None:
 def test_a_module_whose_agents_can_not_be_told_before_is_refused_where_one_begins() -> None:
     served = {"agent 0": "first", "agent 1": "second"}
     rollout = MultiAgentRollout(
-        Uneven,
+        UNEVEN,
         module={"first": None, "second": None},
         agent_to_module_mapping_fn=lambda agent, episode: served[agent],
         num_fragments=1,
