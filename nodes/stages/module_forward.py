@@ -73,7 +73,7 @@ class ModuleForward:
             self._flat = FlatForward(forward)
         elif flat is None and compiled is None and isinstance(module, nn.Module) and device_of(module).type == "cpu":
             self._flat = FlatForward(forward, module)
-        self._own_forward = forward
+        self._own_forward = with_threads(threads, forward)
         self._is_compiled = compiled is not None
         if compiled is not None:
             forward = torch.compile(forward, **compiled)
