@@ -118,8 +118,8 @@ def check_keywords(callee: str, given: Iterable[str], known: Collection[str], pl
     places    keyword that it has not -> its place: see `places_in`
     """
 
-    def instead(name: str) -> str:
-        alike = get_close_matches(name, known, 1)
+    def instead(name: Any) -> str:
+        alike = get_close_matches(str(name), known, 1)
         return places.get(name) or (repr(alike[0]) if alike else f"one of those in help({callee})")
 
     if wrong := [name for name in given if name not in known]:

@@ -120,7 +120,7 @@ class TrainerListener:
         for source in self.connected:
             if source.connection is not None:
                 check_fits(weights, size, source, source.connection.peer_max_frame, self.limits.undelivered)
-        return self.weights.publish(weights)
+        return self.weights.publish(weights, size)
 
     def wake(self) -> None:
         """Tell all sources what is new. From any thread."""

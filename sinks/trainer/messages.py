@@ -268,10 +268,10 @@ class FinishedEpisodes:
 NO_EPISODES = FinishedEpisodes(0, [], [])
 
 
-def finished_since(returns: EpisodeReturns | AgentReturns, count: int) -> FinishedEpisodes:
-    """The episodes that have finished since there were so many."""
+def finished_since(returns: EpisodeReturns | AgentReturns, count: int) -> dict[str, Any]:
+    """The episodes that have finished since there were so many, as `FinishedEpisodes` goes over the wire."""
     new = returns.count - count
-    return FinishedEpisodes(new, _last(returns.returns, new), _last(returns.lengths, new))
+    return {"count": new, "returns": _last(returns.returns, new), "lengths": _last(returns.lengths, new)}
 
 
 def _last(kept: Any, count: int) -> list[Any]:

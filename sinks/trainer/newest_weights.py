@@ -67,19 +67,24 @@ class NewestWeights:
     def __init__(self, ready: Callable[[], None]) -> None:
         self.version = 0
         self.published: Weights | None = None
+        self._size = 0  # of the newest weights' frame
         self._ready = ready
         self._lock = threading.Lock()
         self._next: Identity | None = None  # of what is published next, unless a batch is handed over before
         self._is_current = False  # no batch has been handed over since the newest weights were published
 
-    def publish(self, weights: Weights) -> int:
-        """Publish weights under the next version, or the version of those that the trainer goes on from; returns it."""
+    def publish(self, weights: Weights, size: int) -> int:
+        """Publish weights under the next version, or the version of those that the trainer goes on from; returns it.
+
+        size    `frame_size`
+        """
         with self._lock:
             version, weights_id = self.version + 1, weights.id
             if self._next is not None and self._next[0] >= self.version:
                 version, weights_id = self._next
             self._next, self._is_current = None, True
             self.published, self.version = replace(weights, version=version, id=weights_id), version
+            self._size = size
         self._ready()
         return version
 
@@ -104,10 +109,11 @@ class NewestWeights:
 
         Raises WireError if the rollout can't take the weights.
         """
-        published = self.published
+        with self._lock:
+            published, size = self.published, self._size
         try:
             if published is not None:
-                check_fits(published, frame_size(published), source, most, undelivered)
+                check_fits(published, size, source, most, undelivered)
         except ModuleError as error:
             raise WireError(str(error), "weights") from error
         # It would take them for no newer than its own, unless it has these very weights.

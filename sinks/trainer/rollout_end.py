@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -19,7 +18,6 @@ from rollflow.sinks.trainer.messages import (
     MOST_MODULES,
     AgentsDescription,
     AnyFragment,
-    FinishedEpisodes,
     finished_since,
     joined_weights,
     message_of_fragment,
@@ -67,9 +65,11 @@ class BatchObserver:
         ids = islice([each for each in by_module if self._untold(each)], MOST_MODULES)  # others come with the next
         parts = {each: self._taken(by_module[each]) for each in ids}
         finished = self._taken(returns)
-        return asdict(replace(finished, by_module=parts)) if finished.count or parts else None
+        if parts:
+            finished["by_module"] = parts
+        return finished if finished["count"] or parts else None
 
-    def _taken(self, returns: Any) -> FinishedEpisodes:
+    def _taken(self, returns: Any) -> dict[str, Any]:
         finished = finished_since(returns, self._told.get(returns, 0))
         self._told[returns] = returns.count
         return finished

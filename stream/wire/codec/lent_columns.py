@@ -87,12 +87,9 @@ def _unpacked(packed: bytes) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
         raise WireError(f"lent.columns: {error}", "memory") from error
     if type(columns) is not dict:
         raise WireError(f"lent.columns is {shown(columns)}, expected a map", "memory")
+    _check(columns, "lent.columns")
     plain: Any = columns
-    leaves, spec = optree.tree_flatten(plain, is_leaf=_is_leaf, none_is_leaf=True)
-    for leaf in leaves:
-        if not _is_leaf(leaf):
-            raise WireError(f"lent.columns: {shown(leaf)}, expected an array, or a map or list of arrays", "memory")
-    return leaves, spec
+    return optree.tree_flatten(plain, is_leaf=_is_leaf)
 
 
 _remembered = lru_cache(256)(_unpacked)
@@ -100,6 +97,18 @@ _remembered = lru_cache(256)(_unpacked)
 
 def _is_leaf(part: Any) -> bool:
     return isinstance(part, LentLeaf)
+
+
+def _check(tree: Any, where: str) -> None:
+    """Raise WireError unless it is a tree of arrays whose keys are strings."""
+    if isinstance(tree, LentLeaf):
+        return
+    if type(tree) not in (dict, list):
+        raise WireError(f"{where} is {shown(tree)}, expected an array, or a map or list of arrays", "memory")
+    for key, part in tree.items() if type(tree) is dict else enumerate(tree):
+        if type(tree) is dict and type(key) is not str:
+            raise WireError(f"{where} has a key {shown(key)}, expected a string", "memory")
+        _check(part, f"{where}[{key!r}]")
 
 
 def _leaf(code: int, packed: bytes) -> LentLeaf:

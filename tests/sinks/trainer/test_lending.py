@@ -318,7 +318,10 @@ def test_blocks_that_nobody_has_named_are_refused(pair: Callable[..., Pair]) -> 
     [
         (b"\x01", "lent.columns is 1, expected a map"),
         (b"\x81\x01\x01", "int is not allowed for map key"),
-        (b"\x81\xa1a\x01", r"lent.columns: 1, expected an array, or a map or list of arrays"),
+        (b"\x81\xa1a\x01", r"lent.columns\['a'\] is 1, expected an array, or a map or list of arrays"),
+        (b"\x81\xa1a\x81\xa1b\x91\xc0", r"lent.columns\['a'\]\['b'\]\[0\] is None, expected an array, or"),
+        (b"\x81\xc4\x01x\x80", "lent.columns has a key b'x', expected a string"),
+        (b"\x81\xa1a\x82\xa1y\x80\xc4\x01x\x80", r"lent.columns\['a'\] has a key b'x', expected a string"),
         (b"\x81\xa1a\xd4\x02\xc0", r"expected \[dtype, shape, block, offset\]"),
         (b"\x81\xa1a\xd4\x01\xc0", r"expected \[dtype, shape, block, offset\]"),
         (b"\x81\xa1a\xc7\x09\x01\x94\xa3<f4\x91\x01\x00\x04", "expected multiples of 8"),

@@ -127,6 +127,14 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
             r"TrainerStream has no keyword 'log_x', expected watch=Watch\(log_x=…\)",
         ),
         (
+            lambda address: TrainerProcess(print, stream={"max_lagg": 1}),
+            "TrainerStream has no keyword 'max_lagg', expected 'max_lag'",
+        ),
+        (
+            lambda address: TrainerProcess(print, stream={1: 2}),
+            r"TrainerStream has no keyword 1, expected one of those in help\(TrainerStream\)",
+        ),
+        (
             partial(feed, None, trace="x"),
             r"feed has no keyword 'trace', expected watch=Watch\(trace=…\) of the rollout",
         ),
@@ -146,7 +154,19 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
         ),
         (partial(EnvHost, tls=None), r"EnvHost has no keyword 'tls', expected connect\(address, tls=…\), or listening"),
     ],
-    ids=["stream", "process", "feed", "process address", "stream alike", "sink", "dataset", "rollout host", "env host"],
+    ids=[
+        "stream",
+        "process",
+        "process alike",
+        "process number",
+        "feed",
+        "process address",
+        "stream alike",
+        "sink",
+        "dataset",
+        "rollout host",
+        "env host",
+    ],
 )
 def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):

@@ -204,13 +204,12 @@ def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_ane
     assert returns._is_present("a")  # though there is none, until it is told
     assert not returns._is_present(7)
     finish(2, "a")
-    ones = {"count": 5, "returns": [1.0] * 5, "lengths": [1] * 5, "by_module": {}}
-    assert seen.take_episodes() == told(0, a=ones)
+    assert seen.take_episodes() == told(0, a={"count": 5, "returns": [1.0] * 5, "lengths": [1] * 5})
     assert seen.take_episodes() is None
     assert not returns._is_present("a")
     del returns.by_module["a"]
     finish(1, "a")
-    assert seen.take_episodes() == told(0, a=ones | {"count": 1, "returns": [1.0], "lengths": [1]})
+    assert seen.take_episodes() == told(0, a={"count": 1, "returns": [1.0], "lengths": [1]})
     finish(1, *map(str, range(MOST_MODULES + 2)))  # more than one batch tells of
     assert [len((seen.take_episodes() or {})["by_module"]) for _ in range(2)] == [MOST_MODULES, 2]
     rollout.environments.close()

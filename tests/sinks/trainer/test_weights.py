@@ -27,8 +27,9 @@ from remote_rollouts import await_that
 
 from rollflow import Columns, Rollout, TrainerStream
 from rollflow.sinks import TrainerSink, WeightsFollower
+from rollflow.sinks.trainer import newest_weights
 from rollflow.stream import ModuleError, RunError, WireError
-from rollflow.stream.wire import Fragment, Limits, SourceConnection
+from rollflow.stream.wire import Fragment, Limits, SourceConnection, encode
 
 
 class Large(NumberedModule):
@@ -50,6 +51,16 @@ def test_a_rollout_begins_with_the_trainers_newest_weights(agents: int, sends: s
                 for part in batch.values() if agents else [batch]:
                     assert (part[Columns.POLICY_VERSION] == 2).all()
                     assert (part["weight"] == 7.0).all()
+
+
+def test_weights_are_measured_once_however_many_rollouts_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(newest_weights, "encode", lambda each: (measured.append(each.version), encode(each))[1])
+    with trainer() as stream:
+        stream.publish(weights(5.0))
+        with feeding(stream.address, num_fragments=1), feeding(stream.address, num_fragments=1):
+            assert {int(version) for batch in stream for version in batch[Columns.POLICY_VERSION]} == {1}
+    assert measured == [0]
 
 
 def test_a_trainer_that_begins_anew_has_its_weights_used_all_the_same(tmp_path: Path) -> None:
