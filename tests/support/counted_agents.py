@@ -11,7 +11,10 @@ AGENTS = ("a", "b", "c")
 
 
 class Counted(MultiAgentVectorEnv):
-    """Agents see (number, env, place, step); environment i ends after each `3 + i`-th step, and infos tell the step."""
+    """Agents see (number, env, place, step); environment i ends after each `3 + i`-th step, and infos tell the step.
+
+    Episodes of every second environment are truncated, the others terminate.
+    """
 
     def __init__(self, number: int, num_envs: int = 2) -> None:
         self.number, self.num_envs, self.possible_agents = number, num_envs, AGENTS
@@ -32,7 +35,7 @@ class Counted(MultiAgentVectorEnv):
         first = [self._seen()[done]] if done.any() else ()
         first_infos = [{"c": {"begins": True}} for _ in envs[done]]
         rewards = [actions[0] * np.array([1.0, 10.0, 100.0])]
-        return ArrayStep([seen], rewards, done, np.zeros_like(done), first, infos, first_infos)
+        return ArrayStep([seen], rewards, done & (envs % 2 == 0), done & (envs % 2 == 1), first, infos, first_infos)
 
     def close(self) -> None:
         self.is_closed = True

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
-FLOATS, INTEGERS = [np.float16, np.float32, np.float64], [np.uint8, np.int8, np.int32, np.int64]
+FLOATS = [np.float16, np.float32, np.float64]
+INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 
 
 @st.composite

@@ -91,6 +91,7 @@ def test_an_episode_that_ends_has_last_observations_and_the_next_ones_first() ->
     ended = [envs.step(everybody(2)) for _ in range(4)][2:]
     third, fourth = ended
     assert (third.ended.tolist(), fourth.ended.tolist()) == ([0], [1])
+    assert (third.truncated.tolist(), fourth.truncated.tolist()) == ([False], [True])
     assert third.parts[1].terminateds.tolist() == [True] * 3 + [False] * 3
     assert fourth.parts[1].truncateds.tolist() == [False] * 3 + [True] * 3
     assert not third.parts[0].truncateds.any()

@@ -21,7 +21,8 @@ def told(makers: Any, place: str = "inline", **envs: Any) -> list[Any]:
     return [
         (
             *(fragment.lane, fragment.sequence, episode.id_, own.agent_id, own.get_observations().tolist()),
-            *(own.get_actions().tolist(), own.get_rewards().tolist(), own.get_infos(), own.is_terminated),
+            *(own.get_actions().tolist(), own.get_rewards().tolist(), own.get_infos()),
+            *(own.is_terminated, own.is_truncated),
         )
         for fragment in in_time(fragments)
         for episode in fragment.episodes()
@@ -34,6 +35,7 @@ def test_each_is_a_lane_by_itself_and_the_same_everywhere(place: str) -> None:
     makers = [partial(Counted, number) for number in range(2)]
     here = told(makers)
     assert {(row[0], row[4][0][0]) for row in here} == {(0, 0), (1, 1)}  # of lane 0 the first
+    assert {(row[4][0][1], row[8:]) for row in here if any(row[8:])} == {(0, (True, False)), (1, (False, True))}
     infos = {tuple(info) for row in here for info in row[7] if info}
     assert infos == {("seed",), ("step",), ("begins",)}
     assert told(makers, lanes=2) == here
