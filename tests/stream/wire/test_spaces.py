@@ -5,9 +5,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from drawn_spaces import SPACES
+from drawn_spaces import FLOATS, INTEGERS, SPACES
 from gymnasium import spaces
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from wire_values import VALUES, same
 
 from rollflow.stream.data.errors import WireError
@@ -22,6 +22,8 @@ def sent(value: Any) -> Any:
 
 
 @given(SPACES)
+@example(spaces.Tuple([spaces.MultiDiscrete([3, 2], dtype=dtype) for dtype in INTEGERS]))
+@example(spaces.Tuple([spaces.Box(0, 1, (2,), dtype) for dtype in [*FLOATS, *INTEGERS]]))  # type: ignore[arg-type]
 def test_a_space_is_made_again_from_its_description(space: gym.Space[Any]) -> None:
     assert read_space(sent(describe_space(space)), "space") == space
 
