@@ -17,7 +17,7 @@ from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record
 from benchmarks.policies import Mlp, NatureCnn
 from benchmarks.two_cores import rollouts
-from rollflow import Forward, Rollout
+from rollflow import Rollout
 
 
 def _stable_baselines3(slots: int) -> Any:
@@ -71,7 +71,7 @@ def measure(sizes: Sizes) -> list[Record]:
 
 
 def _measured(name: str, runner: Any, env: Any, slots: int, sizes: Sizes) -> Record:
-    options: Any = {"num_envs": slots, "fragment_length": FRAGMENT_LENGTH, "seed": 0, "forward": Forward(flat=True)}
+    options: Any = {"num_envs": slots, "fragment_length": FRAGMENT_LENGTH, "seed": 0}
     with Rollout(env, module=Mlp(), **options) as rollout:
         batches = iter(rollout.batches())
         told = {"beside_name": name}

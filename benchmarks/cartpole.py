@@ -16,7 +16,7 @@ from benchmarks.envs import PLAIN_CARTPOLE
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp
-from rollflow import Forward, Rollout
+from rollflow import Rollout
 
 VECTORIZED, PLAIN = (64, 256, 1024), (1, 8, 64, 256)
 
@@ -39,7 +39,7 @@ def _vectorized(slots: int) -> Any:
 
 def _measured(workload: str, env: Any, slots: int, beside: Any, aim: float, sizes: Sizes) -> Record:
     loop = Loop(beside, Mlp())
-    options: Any = {"num_envs": slots, "fragment_length": FRAGMENT_LENGTH, "seed": 0, "forward": Forward(flat=True)}
+    options: Any = {"num_envs": slots, "fragment_length": FRAGMENT_LENGTH, "seed": 0}
     with Rollout(env, module=Mlp(), **options) as rollout:
         batches = iter(rollout.batches())
         return paired(workload, slots, lambda: len(next(batches)["obs"]), loop.fragment, aim=aim, sizes=sizes)
