@@ -37,6 +37,7 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
 )
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Categorical, DistributionType, JointRaces, Races
+from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
@@ -46,7 +47,8 @@ _UNKNOWN: Any = object()
 
 
 class FusedPieces(abc.ABC):
-    """Pieces that are called as one. What depends on the module alone is resolved once for it, and is not copied."""
+    """Pieces that are called as one. What the module alone decides, and not by a method of its own, is
+    resolved once for it."""
 
     def __init__(self, pieces: Sequence[Any]) -> None:
         self._pieces = pieces
@@ -113,8 +115,9 @@ class FusedActions(FusedPieces):
         super().__init__(pieces)
         self._get, self._clip = pieces[0], pieces[-2]
         self._explore = False
-        self._type: Any = None  # maker of the distributions, which are categorical ones; None: others
-        self._may_mask = True
+        self._made: Any = None  # maker of distributions that the module gave last
+        self._type: Any = None  # the same, if these are categorical ones; else None
+        self._asks = True  # at every step: a module may say otherwise by a method of its own
 
     def __call__(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
@@ -157,7 +160,7 @@ class FusedActions(FusedPieces):
             return None, True
         if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
             return None, True
-        if module is not self._module or explore is not self._explore:
+        if self._asks or module is not self._module or explore is not self._explore:
             self._resolve(module, explore, logits)
         arrays = None if self._type is None else _arrays_of(batch)
         if arrays is None:
@@ -166,7 +169,7 @@ class FusedActions(FusedPieces):
         if explore and races is not None:
             actions, logp = distribution.sample_with_logp(races)
             is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
-            is_usable = is_usable and not (self._may_mask and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
+            is_usable = is_usable and not (may_mask(module) and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
         else:
             actions, logp = distribution.likeliest_with_logp()
             given = arrays[Columns.ACTION_DIST_INPUTS]
@@ -176,8 +179,12 @@ class FusedActions(FusedPieces):
 
     def _resolve(self, module: Any, explore: bool, logits: torch.Tensor) -> None:
         made = self._get.distribution_type(module, explore=explore)
-        is_categorical = type(made) is DistributionType and type(made.from_logits(logits)) is Categorical
-        self._type, self._may_mask = made if is_categorical else None, may_mask(module)
+        if made is not self._made:
+            is_categorical = type(made) is DistributionType and type(made.from_logits(logits)) is Categorical
+            self._made, self._type = made, made if is_categorical else None
+        name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
+        own = getattr(getattr(module, name, None), "__func__", None)
+        self._asks = own is not getattr(RLModule, name)
         self._module, self._explore = module, explore
 
 

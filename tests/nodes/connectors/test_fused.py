@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from property_examples import examples
 
 from rollflow import Columns, DefaultModelConfig, Forward, Rollout
 from rollflow.nodes import LambdaConnector, ModuleToEnvPipeline
+from rollflow.nodes.modules.distribution import Categorical, DistributionType
 from rollflow.stream import ModuleError
 from rollflow.stream.data.tree import map_tree
 
@@ -48,6 +50,20 @@ class Odd(NumberedModule):
         return output
 
 
+class Annealed(Odd):
+    """Its distribution is another one at each step."""
+
+    passes = 0
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.passes += 1
+        return super()._forward(batch, **kwargs)
+
+    def get_exploration_action_dist_cls(self) -> DistributionType:
+        made, passes = super().get_exploration_action_dist_cls(), self.passes
+        return replace(made, _make=lambda logits: Categorical(logits * (passes % 3)))
+
+
 class Places(NumberedModule):
     """Records whether what it is given begins at a multiple of 16 bytes."""
 
@@ -73,7 +89,8 @@ def fragments(
     options: Any = {"fragment_length": 5, "num_fragments": 2, "explore": explore, "seed": seed, **more}
     if custom:
         options["env_to_module_connector"] = options["module_to_env_connector"] = lambda env: OneByOne()
-    with Rollout(makers, module=Odd(kind), **options) as rollout:
+    module = Annealed(kind) if kind == "annealed" else Odd(kind)
+    with Rollout(makers, module=module, **options) as rollout:
         rollout.env_to_module.fuses = rollout.module_to_env.fuses = fuses
         made = [{name: fragment.column(name) for name in fragment.columns} for fragment in rollout.fragments()]
         for pipeline in (rollout.env_to_module, rollout.module_to_env):
@@ -107,6 +124,13 @@ def check_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None
 @settings(max_examples=examples(40))
 def test_pieces_called_as_one_give_the_same(**drawn: Any) -> None:
     check_same(fragments(True, **drawn), fragments(False, **drawn))
+
+
+def test_a_distribution_that_changes_from_step_to_step_is_that_of_the_step() -> None:
+    one, other = (fragments(fuses, False, "annealed", False, True, 3) for fuses in (True, False))
+    check_same(one, other)
+    flat = np.log(1 / 7)  # by logits times 0, in one step of three
+    assert [np.allclose(row, flat) for row in one[0]["action_logp"]] == [False, False, True, False, False]
 
 
 @given(fuses=st.booleans(), lanes=st.integers(2, 3), **DRAWN)
