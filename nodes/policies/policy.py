@@ -572,7 +572,11 @@ class Policy:
 
         Raises PolicyError for a part that can't be saved: a function without a name, a class that can't be imported.
         """
-        check_target(Path(path))
+        save_all({Path(path): self}, program=program, onnx=onnx)
+
+    def _files(self, path: Path, *, program: bool, onnx: bool) -> dict[str, bytes]:
+        """Name -> contents of the files that `save` writes to a path, read back."""
+        check_target(path)
         self._weights.load_into(self.module)
         inputs = self._examples.inputs or drawn_inputs(self.observation_space)
         is_program = isinstance(self.module, ProgramModule)
@@ -587,7 +591,7 @@ class Policy:
         for as_program in {is_program, is_program or program}:
             parts = parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
             type(self)._loaded(parts, device_of(self.module), self.explore)
-        write_files(Path(path), files)
+        return files
 
     def export_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write the policy, its pieces included, as an ONNX program that takes the likeliest actions: see `OnnxPolicy`.
@@ -749,6 +753,13 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"
+
+
+def save_all(policies: Mapping[Path, Policy], *, program: bool = False, onnx: bool = False) -> None:
+    """Write policies to their paths, as `Policy.save` does; nothing is written where one of them can't be saved."""
+    made = {path: policy._files(path, program=program, onnx=onnx) for path, policy in policies.items()}
+    for path, files in made.items():
+        write_files(path, files)
 
 
 def policy_now(

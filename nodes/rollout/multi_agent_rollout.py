@@ -12,7 +12,7 @@ from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
-from rollflow.nodes.policies.policy import Policy
+from rollflow.nodes.policies.policy import Policy, save_all
 from rollflow.nodes.rollout.execution import AgentsPolicy
 from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
@@ -185,8 +185,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
         Raises PolicyError as `policy` does, and ModuleError where no agent is known that a module serves.
         """
-        for place, policy in self._policies.to_save(Path(path), agent, module_id, explore=explore).items():
-            policy.save(place, **options)
+        save_all(self._policies.to_save(Path(path), agent, module_id, explore=explore), **options)
 
     def evaluate(
         self, env: Callable[[], Any] | None = None, episodes: int = 100, *, seed: int = 0

@@ -13,6 +13,7 @@ from together import Together
 
 from rollflow import FrameStacking, MeanStdFilter, MultiAgentRollout, Policy
 from rollflow.nodes import (
+    DefaultModule,
     FlattenObservations,
     LambdaConnector,
     MultiAgentEnv,
@@ -48,14 +49,13 @@ def rollout_over(env: Together, **kwargs: Any) -> MultiAgentRollout:
     mapping = {"ann": "walker", "bob": "walker", "cat": "cat"}
     return MultiAgentRollout(
         lambda: env,
-        module={"walker": None, "cat": None},
         agent_to_module_mapping_fn=mapping,
         model_config=CONFIG,
         env_to_module_connector=pieces,
         fragment_length=STEPS,
         num_fragments=1,
         seed=3,
-        **kwargs,
+        **{"module": {"walker": None, "cat": None}, **kwargs},
     )
 
 
@@ -153,6 +153,9 @@ def test_what_can_not_be_saved_is_told_before_anything_is_written(tmp_path: Path
         rollout.save_policy(tmp_path / "all.zip")
     with pytest.raises(PolicyError, match="agent 'ann' may have another module in each episode"):
         rollout.save_policy(tmp_path / "ann", "ann")
+    hidden = type("Hidden", (DefaultModule,), {"__module__": "__main__"})
+    with pytest.raises(PolicyError, match="Hidden can't be imported"):
+        rollout_over(logged_agents(), module={"cat": None, "walker": hidden}).save_policy(tmp_path / "all")
     assert not list(tmp_path.iterdir())
     rollout.save_policy(tmp_path / "walker.zip", module_id="walker")
     assert Policy.load(tmp_path / "walker.zip").trained_on["agent"] == "ann"
