@@ -60,8 +60,10 @@ class Deviations:
         """Take note of an entry of infos that can't be handed to the process that logs."""
         self.add("sent", f"{text}, can't be handed to another process: such entries are left out")
 
-    def packed(self, fields: dict[str, Any], name: str = "value") -> bytes:
+    def packed(self, fields: dict[str, Any], name: str = "value", sent: Callable[[], dict[str, Any]] = dict) -> bytes:
         """Fields with infos, as `pack` packs them, and the kept deviations; b"" where there are none of either.
+
+        sent    gives fields to be sent in place of those of the same names, where those can't be packed
 
         Entries of infos that can't be packed are left out. Raises ColumnError for anything else that can't be.
         """
@@ -69,7 +71,7 @@ class Deviations:
             fields = self._added_to(fields)
             return pack(fields, name) if fields else b""
         except ColumnError:
-            return pack(self._added_to(sendable(fields, self.left_out)), name)
+            return pack(self._added_to(sendable(fields | sent(), self.left_out)), name)
 
     def _added_to(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self.unsent:

@@ -69,10 +69,11 @@ class HostLane:
         where = (f"lane {index}, ",) if isinstance(maker, LaneMaker) else ()
         self._make = partial(maker.lane_env, deviations, *where)
         self._can_be_remade, self._has_failed = maker.can_travel, False
+        self._left_out = deviations.left_out
         self.env: Any = self._make()
         self._has_several = isinstance(self.env, LaneEnvs)
         if self._has_several:
-            self._infos = InfoCodec(self.env.possible_agents)
+            self._infos = InfoCodec(self.env.possible_agents, maker.first_env)
         else:
             self._row = row_of(self.env.env.single_observation_space, 1)
 
@@ -136,7 +137,7 @@ class HostLane:
             ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
         )
         slots, obs = _columns(observed)
-        sent = self._infos.plain(infos)
+        sent = self._infos.sent(infos, range(self.env.num_envs), self._left_out)
         return AgentRows(request.lane, request.number, slots, obs, **nothing, infos=sent, first_infos=())
 
     def _agents_stepped(self, request: Step) -> AgentRows:
@@ -156,8 +157,8 @@ class HostLane:
             step.truncated,
             first_slots,
             first_obs,
-            self._infos.plain(step.infos),
-            self._infos.plain(step.first_infos),
+            self._infos.sent(step.infos, range(self.env.num_envs), self._left_out),
+            self._infos.sent(step.first_infos, step.ended.tolist(), self._left_out),
         )
 
 

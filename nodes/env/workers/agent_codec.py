@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.env.multi_agent.array_vector import AgentInfos
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
+from rollflow.stream.data.packing import Drop, can_pack, sendable_info
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, VectorStep
@@ -18,15 +19,31 @@ _OF_ALL = ("rewards", "terminateds", "truncateds")
 
 
 class InfoCodec:
-    """Infos of a lane's environments as plain lists, with numbers in place of agents."""
+    """Infos of a lane's environments as plain lists, with numbers in place of agents.
 
-    def __init__(self, agents: Sequence[Any]) -> None:
-        self._agents = list(agents)
+    first_env    the number of the lane's first environment, in what is told of infos that can't be packed
+    """
+
+    def __init__(self, agents: Sequence[Any], first_env: int = 0) -> None:
+        self._agents, self._first_env = list(agents), first_env
         self._place = {agent: place for place, agent in enumerate(agents)}
 
     def plain(self, infos: AgentInfos) -> list[list[Any]]:
         """Per environment: [place of the agent, its info]."""
         return [[[self._place[agent], dict(info)] for agent, info in each.items() if info] for each in infos]
+
+    def sent(self, infos: AgentInfos, envs: Sequence[int], drop: Drop) -> list[list[Any]]:
+        """Infos of environments with these numbers, as in `plain`, without entries that can't be packed."""
+        plain = self.plain(infos)
+        if can_pack(plain):
+            return plain
+        whose = [f"environment {self._first_env + env}, agent" for env in envs]
+        return self.plain(
+            [
+                {agent: sendable_info(info, drop, where=f"{its} {agent!r}: info") for agent, info in each.items()}
+                for its, each in zip(whose, infos, strict=True)
+            ]
+        )
 
     def infos(self, plain: Sequence[Sequence[Any]]) -> list[dict[Any, Mapping[str, Any]]]:
         """Per environment: agent -> info."""

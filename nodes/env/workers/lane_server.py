@@ -111,7 +111,7 @@ class LaneServer:
         self._env = maker.lane_env(self._deviations)
         self._has_several = isinstance(self._env, LaneEnvs)
         if self._has_several:
-            self._infos = InfoCodec(self._env.possible_agents)
+            self._infos = InfoCodec(self._env.possible_agents, maker.first_env)
         self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
         return frame_with(FrameKind.READY, self._describe(self._env))
 
@@ -151,16 +151,24 @@ class LaneServer:
     def _agents_reset(self) -> bytes:
         observed, infos = self._env.reset(self._seeds)
         self._block.write_first(observed)
-        return self._answered(infos=infos)
+        return self._answered(infos=(infos, range(self._env.num_envs)))
 
     def _agents_stepped(self) -> bytes:
         step = self._env.step(self._block.actions())
         self._block.write_step(step)
-        return self._answered(infos=step.infos, first_infos=step.first_infos)
+        infos = step.infos, range(self._env.num_envs)
+        return self._answered(infos=infos, first_infos=(step.first_infos, step.ended.tolist()))
 
-    def _answered(self, **infos: AgentInfos) -> bytes:
-        plain = {kind: self._infos.plain(each) for kind, each in infos.items() if len(each)}
-        return self._done(self._deviations.packed(plain))
+    def _answered(self, **infos: tuple[AgentInfos, Sequence[int]]) -> bytes:
+        """The answer with infos, each with the numbers of the environments that they are of."""
+        given = {kind: each for kind, each in infos.items() if len(each[0])}
+        plain = {kind: self._infos.plain(each) for kind, (each, _) in given.items()}
+        told = self._deviations.left_out
+        return self._done(
+            self._deviations.packed(
+                plain, sent=lambda: {kind: self._infos.sent(*each, told) for kind, each in given.items()}
+            )
+        )
 
     def _answer(self, asked: Frame) -> None:
         if asked.kind is FrameKind.PHASE:

@@ -85,6 +85,6 @@ def test_an_info_goes_to_other_processes_as_its_plain_values(
     assert rollout.lost == {}
     lines = [line for line in caplog.messages if "left out" in line]
     assert any("info['deep']['set'] is {1, 2}, of type set, can't be" in line for line in lines)
-    if not (has_several and place == "rollouts"):  # where agents go by their slots
-        told = "agent 1: info" if has_several else "slot 0: info"
+    if not (has_several and place == "rollouts"):
+        told = "environment 1, agent 'agent 1': info" if has_several else "slot 0: info"
         assert any(told in line for line in lines)
