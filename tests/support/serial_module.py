@@ -53,6 +53,19 @@ class SerialModule(RLModule):
         }
 
 
+class BreakingModule(SerialModule):
+    """Raises in its pass of this number, from 0 on, and in those after it."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if len(self.passes.done) >= self.at:
+            raise ZeroDivisionError("no more")
+        return super()._forward(batch)
+
+
 def at_of(observations: Any) -> Any:
     """The numbers (slot, agent, episode, env step, agent step) of observations."""
     return observations["at"] if isinstance(observations, dict) else observations

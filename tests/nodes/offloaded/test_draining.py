@@ -304,17 +304,6 @@ def test_fragments_in_the_making_are_cut_short_and_given(tmp_path: Path) -> None
     check_laws(taken, {}, 0)
 
 
-def test_so_are_those_of_a_rollout_that_nobody_had_read_ahead() -> None:
-    with hosted(makers(0, 1, 2), on={"lanes": 2}) as (rollout, _):
-        fragments = iter(rollout.fragments())
-        taken = [next(fragments)]
-        rollout.drain()
-        taken += fragments
-        assert sum(fragment.num_steps for fragment in taken) == rollout.num_steps
-    assert rollout.lost == {}
-    check_laws(taken, {}, 0)
-
-
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_so_are_those_in_an_event_loop(tmp_path: Path, backend: str) -> None:
     envs = listening(RemoteRollouts)

@@ -9,7 +9,7 @@ from drawn_agents import Drawn, made
 from leftovers import join_loop_workers, nothing_left
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import Breaks
-from serial_module import SerialModule
+from serial_module import BreakingModule
 
 from rollflow import Forward, Graph, Rollout
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
@@ -54,15 +54,6 @@ class NumberedBreaks(NumberedModule):
         return self
 
 
-class SerialBreaks(SerialModule):
-    """Raises in its tenth pass."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        if len(self.passes.done) >= 9:
-            raise ZeroDivisionError("no more")
-        return super()._forward(batch)
-
-
 def ending_in(ending: str, *, several: bool, **options: Any) -> tuple[list[Any], Any]:
     """The environments, and a rollout over them that fails as the ending says."""
     if ending in ("env_to_module", "module_to_env"):
@@ -70,7 +61,9 @@ def ending_in(ending: str, *, several: bool, **options: Any) -> tuple[list[Any],
     options["num_fragments"] = 3 if ending == "ended" else None
     if several:
         if ending == "module":
-            options["module"] = {f"{kind} {place}": SerialBreaks() for kind in ("nested", "plain") for place in (0, 1)}
+            options["module"] = {
+                f"{kind} {place}": BreakingModule(9) for kind in ("nested", "plain") for place in (0, 1)
+            }
         envs, rollout = made(DRAWN, **options)
     else:
         envs, makers = numbered_envs(6)

@@ -80,6 +80,12 @@ FAULTS = {
 }
 
 
+def holding(place: str, folder: Path, **options: Any) -> Rollout:
+    """A rollout that hangs in its environment's third step."""
+    env = partial(Held, 0, folder, lengths=(50, 50), steps=[3])
+    return Rollout(env, num_envs=1, module=NumberedModule(), **{**OPTIONS, **options}, **PLACES[place])
+
+
 @contextmanager
 def held_rollout(name: str, place: str, folder: Path) -> Iterator[Any]:
     """A rollout that has come to a stand, and goes on at the end."""
@@ -156,8 +162,7 @@ def test_a_reader_that_holds_its_batch_is_no_stall_and_diagnose_says_for_how_lon
 
 
 def test_a_worker_that_is_stopped_is_named_with_its_process(tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="processes", **OPTIONS)
+    rollout = holding("processes", tmp_path)
     pid = rollout.environments._workers[0].pid
 
     def go_on() -> None:
@@ -275,9 +280,7 @@ def heard() -> Iterator[Heard]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp_path: Path, heard: Heard) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    options = OPTIONS | {"watch": Watch(stall_after=0.3), "num_fragments": None}
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place])
+    rollout = holding(place, tmp_path, watch=Watch(stall_after=0.3), num_fragments=None)
 
     def read() -> None:
         with rollout:
@@ -303,11 +306,9 @@ SLOW_PLACES = ["ahead", "threads", "forward in a thread", "processes", "rollouts
 @pytest.mark.parametrize("place", ["inline", *(pytest.param(place, marks=pytest.mark.slow) for place in SLOW_PLACES)])
 def test_a_run_that_stands_still_is_ended_where_it_is_asked_for(place: str, tmp_path: Path) -> None:
     """Inline a step in the main thread is broken off; in any other place it goes on once the loop has its error."""
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    options = OPTIONS | {"watch": Watch(stall_after=0.3, on_stall="raise")}
     with (
         pytest.raises(StallError, match=r"is in step\(\) since") as caught,
-        Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place]) as rollout,
+        holding(place, tmp_path, watch=Watch(stall_after=0.3, on_stall="raise")) as rollout,
     ):
         try:
             next(rollout.fragments())
@@ -342,9 +343,7 @@ def test_a_debugger_is_seen_while_it_holds_a_thread() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("place", ["inline", "processes"])
 async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    options = OPTIONS | {"watch": Watch(stall_after=0.3, on_stall="raise")}
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place])
+    rollout = holding(place, tmp_path, watch=Watch(stall_after=0.3, on_stall="raise"))
     if place == "inline":  # the loop's own thread hangs: the error comes when the step does
         threading.Timer(1.0, let_go, [tmp_path, 0]).start()
     try:

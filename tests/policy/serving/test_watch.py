@@ -9,8 +9,6 @@ from served_policies import Echo, Taking, policy_of
 from rollflow.policy.serving.request import Acted
 from rollflow.policy.serving.shelf import Shelf, WatchedPolicy, Watcher, version_of
 
-ALLOW = ["served_policies"]
-
 
 def offset_of(shelf: Shelf) -> float:
     """The offset of the policy that acts."""
@@ -21,11 +19,16 @@ def offset_of(shelf: Shelf) -> float:
     return float(answer.action[1])
 
 
+def watched_at(path: Path, shelf: Shelf) -> WatchedPolicy:
+    """A policy that is saved there, and watched."""
+    policy_of(Echo, 1.0).save(path)
+    return WatchedPolicy(shelf, "pole", path, allow=["served_policies"])
+
+
 @pytest.mark.parametrize("name", ["saved", "saved.zip"])
 def test_what_is_saved_anew_takes_over(shelf: Shelf, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    policy_of(Echo, 1.0).save(path)
-    watched = WatchedPolicy(shelf, "pole", path, allow=ALLOW)
+    watched = watched_at(path, shelf)
     first = version_of(path)
     assert (offset_of(shelf), watched.look()) == (1.0, False)
     policy_of(Echo, 2.0).save(path)
@@ -39,8 +42,7 @@ def test_what_can_not_be_loaded_does_not_take_over(
     shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "saved"
-    policy_of(Echo, 1.0).save(path)
-    watched = WatchedPolicy(shelf, "pole", path, allow=ALLOW)
+    watched = watched_at(path, shelf)
     manifest = path / "policy.json"
     manifest.write_bytes(manifest.read_bytes()[:-20])
     assert not watched.look()
@@ -52,8 +54,7 @@ def test_what_can_not_be_loaded_does_not_take_over(
 
 def test_a_watcher_looks_by_itself(shelf: Shelf, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    policy_of(Echo, 1.0).save(path)
-    watcher = Watcher([WatchedPolicy(shelf, "pole", path, allow=ALLOW).look], seconds=0.001)
+    watcher = Watcher([watched_at(path, shelf).look], seconds=0.001)
     policy_of(Echo, 2.0).save(path)
     while offset_of(shelf) != 2.0:  # pytest's limit of time ends it
         pass

@@ -1,6 +1,6 @@
 """No fragment is older than the bound: held back, dropped, masked or refused, as the trainer wants it."""
 
-from collections import deque
+from collections import deque, namedtuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,12 +205,8 @@ class Counted(FragmentGatherer[Any]):
         return {} if all(fragment.is_in_vain for fragment in fragments) else {"of": fragments}
 
 
-class Begun:
-    """A fragment that was begun when so many batches were done with."""
-
-    def __init__(self, lane: int, sequence: int, done: int, num_steps: int, is_in_vain: bool) -> None:
-        self.lane, self.sequence, self.done = lane, sequence, done
-        self.num_steps, self.is_in_vain = num_steps, is_in_vain
+Begun = namedtuple("Begun", ("lane", "sequence", "done", "num_steps", "is_in_vain"))
+"""A fragment that was begun when so many batches were done with."""
 
 
 @settings(max_examples=examples(60))

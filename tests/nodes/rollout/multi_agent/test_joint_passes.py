@@ -15,7 +15,7 @@ from leftovers import LONGEST_S, join_loop_workers
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from property_examples import examples
-from serial_module import SerialModule
+from serial_module import BreakingModule, SerialModule
 
 from rollflow import ConnectorV2, DefaultModelConfig, Forward, MultiAgentRollout
 from rollflow.nodes import LambdaConnector
@@ -158,21 +158,12 @@ def test_stateful_modules_keep_every_agents_own_state(how: str) -> None:
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(alike))
 
 
-class Breaks(SerialModule):
-    """Raises in its second pass."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        if len(self.passes.done) == 1:
-            raise ZeroDivisionError("no more")
-        return super()._forward(batch)
-
-
 @pytest.mark.parametrize("how", ["ready", "waiting", "in a thread"])
 def test_a_module_that_raises_is_named_with_its_lanes_and_its_batch(how: str) -> None:
     join_loop_workers()
     before = set(threading.enumerate())
     drawn = Drawn(2, 2, 4, 0, 9, True, 8, 1, False, 1)
-    modules = {"plain 0": SerialModule(), "plain 1": Breaks()}
+    modules = {"plain 0": SerialModule(), "plain 1": BreakingModule(1)}
     envs, rollout = made(drawn, module=modules, **GATHERING[how])
     with pytest.raises(ZeroDivisionError, match="no more") as caught, rollout:
         list(rollout.fragments())
