@@ -1,9 +1,10 @@
 """One lane whose environments are in a worker process, seen from here: its socket, and the frames over it."""
 
 import abc
-import select
+import os
 import selectors
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait
 
 
@@ -30,11 +32,9 @@ class LaneLink(abc.ABC):
     node      that the lane is of
     lane      the lane as it goes round; set before the first reset
 
-    room_ms                 how long a worker may take to read where its socket is full, as with hundreds of blocks
     steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
     """
 
-    room_ms = 30_000.0
     steps_while_draining = True
 
     def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
@@ -42,6 +42,8 @@ class LaneLink(abc.ABC):
         self.node: Any = node
         self.lane: Any = None
         self.sock: socket.socket | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._kept: deque[tuple[bytes, Descriptor | None]] = deque()  # frames for which the socket has no room yet
         self._maker = _pickled(maker, status.index)
         self._reader = FrameReader()
         self._activity = ActivityFlag()
@@ -149,13 +151,14 @@ class LaneLink(abc.ABC):
         """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, handler)
-        self.sock, self._reader = sock, FrameReader()
+        self.sock, self._selector, self._reader = sock, selector, FrameReader()
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Have the socket watched no more."""
+        """Have the socket watched no more, and drop what is still to be sent."""
         if self.sock is not None:
             selector.unregister(self.sock)
-            self.sock = None
+            self.sock = self._selector = None
+            self._kept.clear()
             self._activity = ActivityFlag()
 
     def make(self) -> None:
@@ -173,22 +176,37 @@ class LaneLink(abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame, and a descriptor with it. Where the worker has gone, or takes nothing, `receive` says so."""
+        """Send a frame and its descriptor as soon as there is room. Where the worker has gone, `receive` says so."""
+        if self._kept or not self._is_sent(data, fd):
+            self._kept.append((data, None if fd < 0 else Descriptor(os.dup(fd))))
+            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def send_kept(self) -> None:
+        """Send of what is kept as much as there is room for now."""
+        if not self._kept:
+            return
+        while self._kept:
+            data, descriptor = self._kept[0]
+            if not self._is_sent(data, -1 if descriptor is None else descriptor.fd):
+                return
+            self._kept.popleft()
+        self._watch(selectors.EVENT_READ)
+
+    def _is_sent(self, data: bytes, fd: int) -> bool:
+        """Whether there was room for a frame, which is too small to be cut, or nobody will read it."""
         assert self.sock is not None
         try:
-            if fd < 0:
-                self.sock.send(data)
-            else:
-                socket.send_fds(self.sock, [data], [fd])
-        except BlockingIOError:  # it holds hundreds of frames
-            poll = select.poll()
-            poll.register(self.sock, select.POLLOUT)
-            if poll.poll(self.room_ms):
-                self.send(data, fd)
-            else:
-                self.sock.shutdown(socket.SHUT_RDWR)
+            _ = self.sock.send(data) if fd < 0 else socket.send_fds(self.sock, [data], [fd])
+        except BlockingIOError:
+            return False
         except (BrokenPipeError, ConnectionResetError):
             pass
+        return True
+
+    def _watch(self, events: int) -> None:
+        assert self.sock is not None
+        assert self._selector is not None
+        self._selector.modify(self.sock, events, self._selector.get_key(self.sock).data)
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""

@@ -209,6 +209,7 @@ class WorkerNode(SupervisedSource):
 
     def _heard(self, index: int) -> Iterator[Any]:
         link = self.links[index]
+        link.send_kept()
         frames = link.receive()
         if frames is None:
             yield from self._process_lost(self._first_of[index])
