@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("quick")
 
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 SLOW_TIMEOUT_S = 600  # most take a minute or two where nothing else runs
-SLOW_CASES = {"processes", "rollouts", "hosts", "workers", "uvloop"}
+SLOW_CASES = {"processes", "rollouts", "hosts", "rollouts on hosts", "workers", "uvloop"}
 """Values of parameters with which a test is slow: those that start processes, and an event loop like asyncio's."""
 
 

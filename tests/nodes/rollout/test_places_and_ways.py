@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import product
 from typing import Any
 
 import drawn_agents
@@ -65,10 +66,13 @@ class OneAgent:
     """Drawn rollouts of one agent."""
 
     drawn = st.tuples(drawn_rollouts.drawn_settings, st.booleans())
-    resets: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-        [{}, *({"autoreset_mode": mode} for mode in AutoresetMode)]
-    )
+    resets: tuple[dict[str, Any], ...] = ({}, *({"autoreset_mode": mode} for mode in AutoresetMode))
     example = drawn_rollouts.Setting(4, 2, 5, 1, True, 6, 0, 7), False
+    ending = ((drawn_rollouts.Setting(3, 2, 4, 1, False, 5, 0, 7), False),)  # in which several episodes end
+
+    @staticmethod
+    def ends(drawn: Any) -> bool:
+        return drawn[0].longest <= 2 * drawn[0].fragment_length
 
     @staticmethod
     def acting(drawn: Any) -> dict[str, Any]:
@@ -95,10 +99,15 @@ class SeveralAgents:
     """Drawn rollouts of several agents."""
 
     drawn = drawn_agents.drawn_settings
-    resets: st.SearchStrategy[dict[str, Any]] = st.just({})
+    resets: tuple[dict[str, Any], ...] = ({},)
     example = drawn_agents.Drawn(3, 2, 3, 1, 9, False, 5, 1, False, 1)
+    ending = tuple(drawn_agents.Drawn(3, 2, 3, 1, 5, at_once, 4, 1, False, 1) for at_once in (False, True))
     makers = staticmethod(drawn_agents.makers_of)
     publish = staticmethod(drawn_agents.publish_next)
+
+    @staticmethod
+    def ends(drawn: Any) -> bool:
+        return bool(drawn.length <= 2 * drawn.fragment_length)
 
     @staticmethod
     def acting(drawn: Any) -> dict[str, Any]:
@@ -202,12 +211,9 @@ def test_every_way_of_reading_gives_the_same_and_every_step_until_a_drain(kind: 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_place_gives_the_same_episodes_whole_and_none_of_their_steps_is_lost(kind: Kind, place: str) -> None:
-    ways = st.sampled_from(["loop"] * 3 + ["asyncio", "trio"])
-    resets = kind.resets if place not in HOSTS else st.just({})  # hosts have a mode of their own
+    resets = kind.resets if place not in HOSTS else ({},)  # hosts have a mode of their own
 
-    @given(drawn=kind.drawn, prefetch=st.integers(0, 2), options=resets, way=ways)
-    @settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
-    def holds(drawn: Any, prefetch: int, options: Any, way: str) -> None:
+    def check_whole(drawn: Any, way: str, prefetch: int, options: dict[str, Any]) -> int:
         chunks = [chunk for part in fragments_at("inline", kind, drawn, **options) for chunk in part.episodes()]
         expected = joined(chunks)
         with rollout_at(place, kind, drawn, prefetch=prefetch, **options) as rollout:
@@ -221,6 +227,18 @@ def test_every_place_gives_the_same_episodes_whole_and_none_of_their_steps_is_lo
         open_steps = sum(steps_of(episode) for id_, episode in expected.items() if id_ not in is_whole)
         assert rollout.lost == ({"incomplete": open_steps} if open_steps else {})
         assert sum(map(steps_of, whole)) == sum(part.num_steps for part in parts) == rollout.num_steps - open_steps
+        return len(whole)
+
+    for drawn, options in product(kind.ending, resets):
+        assert check_whole(drawn, "loop", 1, options) > 3
+
+    ways = st.sampled_from(["loop"] * 3 + ["asyncio", "trio"])
+    drawn_endings = kind.drawn.filter(kind.ends)
+
+    @given(drawn=drawn_endings, prefetch=st.integers(0, 2), options=st.sampled_from(resets), way=ways)
+    @settings(max_examples=examples({"inline": 40, "threads": 20}.get(place, 10), quick=2), phases=[Phase.generate])
+    def holds(drawn: Any, prefetch: int, options: Any, way: str) -> None:
+        check_whole(drawn, way, prefetch, options)
 
     holds()
 
