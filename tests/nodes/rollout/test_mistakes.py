@@ -50,15 +50,6 @@ def test_a_module_gives_tensors_to_choose_actions_by() -> None:
         run(Gives(action_dist_inputs=lambda batch: np.zeros((2, 2), np.float32)))
 
 
-def test_weights_are_tensors() -> None:
-    with Rollout("CartPole-v1", num_envs=2, seed=0) as rollout:
-        arrays = {name: tensor.numpy() for name, tensor in rollout.module.state_dict().items()}
-        with pytest.raises(ModuleError, match=r"\['.*\] are numpy arrays, expected tensors, as a state_dict\(\)"):
-            rollout.publish(arrays)
-        with pytest.raises(ModuleError, match="weights: 'a' is 1, expected tensors"):
-            rollout.publish({"a": 1})
-
-
 def test_a_device_that_there_is_not_is_named() -> None:
     with pytest.raises(ModuleError, match="device is 'gpu0', to which the module can't go: "):
         Rollout("CartPole-v1", device="gpu0")
@@ -76,28 +67,29 @@ def test_a_module_that_can_not_be_made_for_the_spaces_says_for_which() -> None:
     assert note.endswith("actions in Discrete(2); see docs/how_to/modules.md#outputs")
 
 
-def unconnected(node: Any) -> str:
-    """Return the error for a node behind a rollout whose outlet is connected to nothing."""
+def without_annotation(fragment):  # type: ignore[no-untyped-def]
+    """Says nothing of what it gives."""
+
+
+def annotated(fragment: Any) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("node", "remedy"),
+    [
+        (without_annotation, ": def sink(item) -> None"),
+        (annotated, "connect it to an inlet, or make it an output"),
+    ],
+    ids=["without annotation", "annotated"],
+)
+def test_an_outlet_that_is_connected_to_nothing_is_told_with_the_remedy(node: Any, remedy: str) -> None:
     graph = Graph("mine")
     graph.add(rollout=Rollout("CartPole-v1"), last=node)
     graph.connect("rollout.fragments", "last")
     with pytest.raises(GraphError, match=r"outlet 'last.out' is connected to nothing") as raised:
         graph.validate()
-    return str(raised.value)
-
-
-def test_a_sink_that_does_not_say_that_it_gives_nothing_is_told_how() -> None:
-    def keep(fragment):  # type: ignore[no-untyped-def]
-        """Says nothing of what it gives."""
-
-    assert unconnected(keep).endswith(": def sink(item) -> None")
-
-
-def test_an_outlet_that_is_annotated_is_to_be_connected() -> None:
-    def count(fragment: Any) -> int:
-        return 1
-
-    assert unconnected(count).endswith("connect it to an inlet, or make it an output")
+    assert str(raised.value).endswith(remedy)
 
 
 def test_a_preprocessor_that_forgets_to_return_is_named() -> None:

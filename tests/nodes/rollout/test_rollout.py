@@ -331,14 +331,21 @@ def test_under_pace_publishing_more_often_than_once_per_batch_is_refused() -> No
                 rollout.publish({"weight": torch.tensor(0.0)})
 
 
-def test_weights_that_do_not_fit_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ({"other": torch.tensor(0.0)}, r"weights do not fit module 'NumberedModule': missing \['weight'\]"),
+        (NumberedModule(), r"weights are NumberedModule, expected a state_dict\(\)"),
+        ({"weight": torch.zeros(2)}, r"'weight' is \[2\], expected \[\]"),
+        ({"weight": np.zeros(())}, r"\['weight'\] are numpy arrays, expected tensors, as a state_dict\(\)"),
+        ({"weight": 1}, "weights: 'weight' is 1, expected tensors"),
+    ],
+    ids=["other name", "module", "other shape", "array", "number"],
+)
+def test_weights_that_do_not_fit_are_refused(weights: Any, told: str) -> None:
     with numbered() as rollout:
-        with pytest.raises(ModuleError, match=r"weights do not fit module 'NumberedModule': missing \['weight'\]"):
-            rollout.publish({"other": torch.tensor(0.0)})
-        with pytest.raises(ModuleError, match=r"weights are NumberedModule, expected a state_dict\(\)"):
-            rollout.publish(NumberedModule())
-        with pytest.raises(ModuleError, match=r"'weight' is \[2\], expected \[\]"):
-            rollout.publish({"weight": torch.zeros(2)})
+        with pytest.raises(ModuleError, match=told):
+            rollout.publish(weights)
         assert rollout.policy_version == 0
 
 

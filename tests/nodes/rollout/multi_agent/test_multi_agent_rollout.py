@@ -239,13 +239,8 @@ def test_a_step_that_waits_over_a_cut_is_as_old_as_its_action() -> None:
 
 
 def test_explain_names_the_stages() -> None:
-    assert (
-        talk()
-        .explain()
-        .startswith(
-            "[env → env_to_module → module → module_to_env ↺]   one task, 1 lane × 1 environment × 2 agents, inline"
-        )
-    )
+    parts = "1 lane × 1 environment × 2 agents, inline"
+    assert talk().explain().startswith(f"[env → env_to_module → module → module_to_env ↺]   one task, {parts}")
 
 
 # What it refuses
