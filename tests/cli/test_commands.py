@@ -16,7 +16,7 @@ import pytest
 from command_errors import Says
 from held_envs import await_file
 from numbered_agents import NumberedAgents
-from numbered_env import NumberedEnv
+from numbered_env import BreakingEnv, NumberedEnv
 from pettingzoo.classic.tictactoe import tictactoe
 from remote_hosts import listening, serving
 from replayed import write_dataset
@@ -222,16 +222,11 @@ class Forgetful(NumberedEnv):
         return self._observation(), {}
 
 
-class Raising(NumberedEnv):
-    def step(self, action: Any) -> Any:
-        raise RuntimeError("it broke")
-
-
 @pytest.mark.parametrize(
     ("envs", "told"),
     [
         ([lambda: Forgetful(0)], "it gave something else at step"),
-        ([lambda: Raising(0)], "it failed at step 2: RuntimeError: it broke"),
+        ([lambda: BreakingEnv(0)], "it failed at step 2: RuntimeError: it broke"),
         (lambda: NumberedAgents(0), "it gave something else at step"),  # they number their episodes
     ],
 )

@@ -76,6 +76,17 @@ class WideEnv(NumberedEnv):
         return np.pad(super()._observation(), (0, 4093))
 
 
+class BreakingEnv(NumberedEnv):
+    """Raises once it has made so many steps."""
+
+    after = 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.life >= self.after:
+            raise RuntimeError("it broke")
+        return super().step(action)
+
+
 def numbered_envs(count: int, **kwargs: Any) -> tuple[list[NumberedEnv], list[Callable[[], NumberedEnv]]]:
     """`count` environments, numbered as slots 0 … count - 1, and callables that hand them out."""
     envs = [NumberedEnv(slot, **kwargs) for slot in range(count)]

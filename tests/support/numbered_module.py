@@ -31,6 +31,14 @@ class NumberedModule(RLModule):
         }
 
 
+class WideModule(NumberedModule):
+    """With `more` parameters, so many numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.more = torch.nn.Parameter(torch.zeros(size))
+
+
 def logits_of(at: torch.Tensor) -> torch.Tensor:
     """f32[..., 7] from observations f32[..., 3]."""
     return torch.sin(at.sum(-1, keepdim=True) + torch.arange(NUM_ACTIONS))

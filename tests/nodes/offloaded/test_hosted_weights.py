@@ -12,7 +12,7 @@ import torch
 from ending_envs import Doomed
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
-from numbered_module import NumberedModule
+from numbered_module import NumberedModule, WideModule
 from piece_forms import log_rows
 from places import rollout_at
 from remote_hosts import listening
@@ -81,17 +81,13 @@ def test_newer_weights_are_used_in_the_middle_of_a_fragment(tmp_path: Path) -> N
 def test_a_host_that_is_slow_to_read_gets_the_newest_alone(tmp_path: Path) -> None:
     """One version is on its way into its socket, and the newest comes after it; nothing piles up meanwhile."""
 
-    class Large(NumberedModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rest = torch.nn.Parameter(torch.zeros(4_000_000))  # more than sockets hold
-
-    with raw_host_of(tmp_path, module=Large) as (rollout, raw):
+    large = partial(WideModule, 4_000_000)  # more than sockets hold
+    with raw_host_of(tmp_path, module=large) as (rollout, raw):
         raw.next_turn()
         raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # or the system may have room for all of it
         [slow] = [host for host in rollout.environments.gateway.hosts.values() if host.name.startswith("raw")]
         for version in range(1, 31):
-            rollout.publish(Large().state_dict() | weight(version))
+            rollout.publish(large().state_dict() | weight(version))
             if version == 1:
                 await_that(lambda: slow.connection.undelivered > 0)
             assert slow.connection.undelivered < 2 * 4 * 4_000_000

@@ -18,6 +18,7 @@ import pytest
 from anyio import to_thread
 from leftovers import held_here
 from numbered_agents import NumberedAgents
+from numbered_env import BreakingEnv
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
 
@@ -140,18 +141,9 @@ async def test_in_a_graph_the_log_runs_with_the_graph(tmp_path: Path, anyio_back
     assert {name for name in row if name.startswith("busy/")} >= {f"busy/rollout/{stage}" for stage in STAGES}
 
 
-class Breaks(NumberedEnv):
-    """Breaks in its second fragment."""
-
-    def step(self, action: Any) -> Any:
-        if len(self.log) > 12:
-            raise RuntimeError("it broke")
-        return super().step(action)
-
-
 def test_an_error_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with pytest.raises(RuntimeError, match="it broke"), rollout_of(path, Breaks) as rollout:
+    path, breaks = tmp_path / "run.jsonl", type("Breaks", (BreakingEnv,), {"after": 13})  # in its second fragment
+    with pytest.raises(RuntimeError, match="it broke"), rollout_of(path, breaks) as rollout:
         for _ in rollout.batches():
             rollout.log("train/loss", 1.0)
     [row] = rows_of(path)

@@ -8,26 +8,18 @@ from typing import Any
 import pytest
 import torch
 from doctor_clock import Looking
-from numbered_module import NumberedEnv, NumberedModule
+from numbered_module import NumberedEnv, NumberedModule, WideModule
 
 from rollflow import Rollout, Watch
 from rollflow.nodes.rollout.rollout import PublishCheck, ReturnsCheck
 from rollflow.nodes.stages.staleness import LagBound
 
 
-class Trained(NumberedModule):
-    """Has a parameter to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = torch.nn.Parameter(torch.zeros(2))
-
-
 def batches_while(train: Any) -> list[str]:
     """What is said while twelve batches are trained on."""
     texts: list[str] = []
     options: Any = {"fragment_length": 4, "num_fragments": 12, "seed": 0, "watch": Watch(stall_after=None)}
-    with Rollout(lambda: NumberedEnv(0), module=Trained(), **options) as rollout:
+    with Rollout(lambda: NumberedEnv(0), module=WideModule(2), **options) as rollout:
         looking = Looking(rollout._doctor)
         for _ in rollout.batches():
             train(rollout)
@@ -38,7 +30,7 @@ def batches_while(train: Any) -> list[str]:
 
 def change(rollout: Rollout) -> None:
     with torch.no_grad():
-        rollout.module.offset += 1.0
+        rollout.module.more += 1.0
 
 
 def change_and_publish(rollout: Rollout) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from feeding_rollouts import SHORT, fed, learner_of, rollout_of, running, sequences_of, trainer
 from fragment_equality import in_time
-from numbered_module import NumberedEnv
+from numbered_env import BreakingEnv, NumberedEnv
 from remote_rollouts import await_that
 
 from rollflow import Graph, Watch, feed
@@ -20,11 +20,6 @@ from rollflow.sinks import TrainerSink
 from rollflow.stream import GraphError, Outlet
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.fragments.fragment import Fragment
-
-
-class Broken(NumberedEnv):
-    def step(self, action: Any) -> Any:
-        raise RuntimeError("it broke")
 
 
 @pytest.mark.parametrize("ends", ["rollout", "trainer"])
@@ -41,7 +36,7 @@ def test_it_ends_with_whichever_end_comes_first(ends: str) -> None:
 @pytest.mark.parametrize(
     ("env", "secret", "error", "told"),
     [
-        (Broken, "open sesame", RuntimeError, "^it broke"),
+        (BreakingEnv, "open sesame", RuntimeError, "^it broke"),
         (NumberedEnv, "open barley", WireError, "^trainer tcp:.*: refuses: .*another secret"),
     ],
     ids=["an environment's", "the trainer's"],

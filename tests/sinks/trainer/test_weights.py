@@ -22,7 +22,7 @@ from feeding_rollouts import (
     weights,
     weights_of_agents,
 )
-from numbered_module import NumberedModule
+from numbered_module import WideModule
 from remote_rollouts import await_that
 
 from rollflow import Columns, Rollout, TrainerStream
@@ -30,14 +30,6 @@ from rollflow.sinks import TrainerSink, WeightsFollower
 from rollflow.sinks.trainer import newest_weights
 from rollflow.stream import ModuleError, RunError, WireError
 from rollflow.stream.wire import Fragment, Limits, SourceConnection, encode
-
-
-class Large(NumberedModule):
-    """With more weights than go into 64 KiB."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.more = torch.nn.Parameter(torch.zeros(1 << 17))
 
 
 @pytest.mark.parametrize(("agents", "sends"), [(0, "fragments"), (2, "fragments"), (2, "batches")])
@@ -97,8 +89,9 @@ def test_weights_of_another_module_are_refused_before_they_are_sent() -> None:
 
 @pytest.mark.slow
 def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are_published() -> None:
-    large, told = Large().state_dict(), r"weights of \d+ bytes, and rollout feed .* at most 65536: give its sink"
-    options: dict[str, Any] = {"module": Large(), "num_fragments": 1, "sink": {"limits": Limits(max_frame=1 << 16)}}
+    module, told = WideModule(1 << 17), r"weights of \d+ bytes, and rollout feed .* at most 65536: give its sink"
+    options: dict[str, Any] = {"module": module, "num_fragments": 1, "sink": {"limits": Limits(max_frame=1 << 16)}}
+    large = module.state_dict()
     with trainer() as stream:
         with feeding(stream.address, **options):
             for _ in stream:
