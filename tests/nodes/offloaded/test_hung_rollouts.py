@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from held_envs import LONGEST_S, Held, await_file, await_held, let_go, times_made
 from numbered_module import NumberedEnv, NumberedModule
+from piece_forms import OneByOne
 
-from rollflow import ConnectorV2, Rollout, Timeouts
+from rollflow import Rollout, Timeouts
 from rollflow.stream import EnvError
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.0)]
@@ -206,20 +207,17 @@ def test_lanes_that_share_a_worker_that_hangs_say_so(
     assert re.search(f"made again in [0-9.]+ s: {shared}", second)  # without saying once more which lane it is
 
 
-class Locked(ConnectorV2):
-    """Can't be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return batch
+def locked(env: Any) -> OneByOne:
+    """A piece that can't be pickled."""
+    piece = OneByOne()
+    piece.lock = threading.Lock()
+    return piece
 
 
 def test_what_can_not_be_pickled_is_named() -> None:
-    rollout = Rollout(
-        partial(NumberedEnv, 0), where="rollouts", workers=1, env_to_module_connector=lambda env: Locked()
-    )
-    with rollout, pytest.raises(EnvError, match="env_to_module, piece 'Locked' can't be handed to a worker process: "):
+    rollout = Rollout(partial(NumberedEnv, 0), where="rollouts", workers=1, env_to_module_connector=locked)
+    with (
+        rollout,
+        pytest.raises(EnvError, match="env_to_module, piece 'OneByOne' can't be handed to a worker process: "),
+    ):
         next(iter(rollout.fragments()))

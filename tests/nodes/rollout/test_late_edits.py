@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from numbered_agents import numbered_agents
 from numbered_module import NumberedEnv, NumberedModule
-from piece_forms import OneByOne
+from piece_forms import Breaks, OneByOne
 
 from rollflow import Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, LearnerConnectorPipeline
@@ -16,11 +16,6 @@ from rollflow.sinks import LearnerPipeline
 from rollflow.stream import ConnectorError, RunError
 
 TOLD = "is edited while it is in use by a rollout that runs, .*; expected the edit before the run, or pieces by a conn"
-
-
-class Raises(OneByOne):
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError
 
 
 def made(**options: Any) -> Rollout:
@@ -160,7 +155,7 @@ def test_a_pipeline_taken_out_before_the_run_is_free() -> None:
 
 
 def test_a_run_that_has_failed_refuses_nothing() -> None:
-    rollout = made(env_to_module_connector=lambda env: Raises())
+    rollout = made(env_to_module_connector=lambda env: Breaks(at=1))
     with pytest.raises(ZeroDivisionError), rollout:
         next(iter(rollout.fragments()))
     check_taken(*all_of(rollout))

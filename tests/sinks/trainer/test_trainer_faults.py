@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import feeding_rollouts
@@ -225,8 +226,7 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
 
 
 def test_of_several_gates_the_first_that_refuses_is_what_holds_a_lane() -> None:
-    class Lane:
-        index, at_start, sequence = 0, True, 0
+    lane: Any = SimpleNamespace(index=0, at_start=True, sequence=0)
 
     class Held(FragmentCredits):
         def __init__(self, limit: int, holder: str) -> None:
@@ -236,13 +236,13 @@ def test_of_several_gates_the_first_that_refuses_is_what_holds_a_lane() -> None:
     gates, gate = [FragmentCredits(1), Held(0, "one"), Held(0, "other")], LaneGates(None)  # type: ignore[arg-type]
     gate.take(gates)
     assert gate.holder is None
-    assert not gate.admits(Lane())
+    assert not gate.admits(lane)
     assert gate.holder == "one"
     gates[1].add(1)
-    assert not gate.admits(Lane())
+    assert not gate.admits(lane)
     assert gate.holder == "other"
     gates[2].add(1)
-    assert gate.admits(Lane())
+    assert gate.admits(lane)
 
 
 def test_what_is_fed_without_a_graph_of_ones_own_has_a_report_at_its_end() -> None:
