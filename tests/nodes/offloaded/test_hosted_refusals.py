@@ -61,81 +61,75 @@ def pieces(*made: Any, after: bool = False) -> dict[str, Any]:
     return {name: lambda env: [piece() for piece in made]}
 
 
-# of the host, of the rollout, what the host raises and what both say
-DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "a module that raises": ({"module": Fails()}, {}, ZeroDivisionError, "in the module"),
-    "a connector that raises": (pieces(BREAKS), pieces(BREAKS), ZeroDivisionError, "no more"),
+# What the host raises, what both say, and what is given to the host, and to the rollout
+DIFFERENT: dict[str, tuple[Any, ...]] = {
+    "a module that raises": (ZeroDivisionError, "in the module", {"module": Fails()}),
+    "a connector that raises": (ZeroDivisionError, "no more", pieces(BREAKS), pieces(BREAKS)),
     "a connector that raises at the action": (
-        pieces(BREAKS, after=True),
-        pieces(BREAKS, after=True),
         ZeroDivisionError,
         "no more",
+        pieces(BREAKS, after=True),
+        pieces(BREAKS, after=True),
     ),
     "a connector whose state is not declared": (
-        pieces(Forgetful),
-        pieces(Forgetful),
         StateError,
         "Forgetful changes 'count' while it runs but declares no state",
+        pieces(Forgetful),
+        pieces(Forgetful),
     ),
     "a connector less": (
-        {},
-        pieces(MeanStdFilter),
         ConnectorError,
         r"the env_to_module pipeline of host raw is .*; expected that of the rollout: MeanStdFilter, .*",
+        {},
+        pieces(MeanStdFilter),
     ),
     "a connector more": (
-        pieces(BREAKS, after=True),
-        {},
         ConnectorError,
         r"the module_to_env pipeline of host raw is .*Breaks.*; expected that of the rollout: .*",
+        pieces(BREAKS, after=True),
     ),
     "another order": (
-        pieces(MeanStdFilter, FlattenObservations),
-        pieces(FlattenObservations, MeanStdFilter),
         ConnectorError,
         r"of host raw is MeanStdFilter, FlattenObservations, .*; expected .*: FlattenObservations, MeanStdFilter",
+        pieces(MeanStdFilter, FlattenObservations),
+        pieces(FlattenObservations, MeanStdFilter),
     ),
     "a connector that looks back further": (
-        pieces(partial(LambdaConnector, lambda batch: batch, lookback=3)),
-        pieces(partial(LambdaConnector, lambda batch: batch, lookback=1)),
         ConnectorError,
         "looks back 3 steps, but fragments keep 1",
+        pieces(partial(LambdaConnector, lambda batch: batch, lookback=3)),
+        pieces(partial(LambdaConnector, lambda batch: batch, lookback=1)),
     ),
     "weights of another shape": (
-        {"module": Other()},
-        {},
         ModuleError,
         r"weights do not fit module 'NumberedModule': .*, unknown \[\], shapes: \[.'weight' is \[\], expected \[2\]",
+        {"module": Other()},
     ),
     "a weight more": (
-        {"module": Wide()},
-        {},
         ModuleError,
         r"weights do not fit module 'NumberedModule': missing \['more'\], unknown \[\]",
+        {"module": Wide()},
     ),
     "no module": (
-        {"module": None},
-        {},
         ModuleError,
         "the rollout's module is NumberedModule, and host raw was given none, expected the same",
+        {"module": None},
     ),
     "a module where the rollout has the default one": (
-        {},
-        {"module": None},
         ModuleError,
         "the module of host raw is NumberedModule; expected that of the rollout: DefaultModule",
+        {},
+        {"module": None},
     ),
     "a module of another class": (
-        {"module": type("Another", (NumberedModule,), {})()},
-        {},
         ModuleError,
         "the module of host raw is Another; expected that of the rollout: NumberedModule",
+        {"module": type("Another", (NumberedModule,), {})()},
     ),
     "a module for other observations": (
-        {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)), gym.spaces.Discrete(7))},
-        {},
         ModuleError,
         r"module 'NumberedModule' was made for observations in Box\(.*\(9,\).*, but those that come are in Box",
+        {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)), gym.spaces.Discrete(7))},
     ),
 }
 
@@ -147,27 +141,25 @@ for kind_of_module in (Fails, Wide, Other):
 AGENTS = [partial(NumberedAgents, 0, agents=2, nested=0)]
 
 # The same of environments with several agents.
-DIFFERENT_AGENTS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "another module": ({"module": RandomModule}, {}, ModuleError, "module of host .* is RandomModule; .* Serial"),
+DIFFERENT_AGENTS: dict[str, tuple[Any, ...]] = {
+    "another module": (ModuleError, "module of host .* is RandomModule; .* Serial", {"module": RandomModule}),
     "a module for another agent": (
-        {"module": {"a": SerialModule()}},
-        {},
         ModuleError,
         r"has the modules \['a'\], expected .*\['default_policy'\]",
+        {"module": {"a": SerialModule()}},
     ),
-    "no module for agents": ({"module": None}, {}, ModuleError, "is SerialModule, and host .* was given none"),
+    "no module for agents": (ModuleError, "is SerialModule, and host .* was given none", {"module": None}),
     "a connector for agents": (
-        pieces(BREAKS),
-        {},
         ConnectorError,
         "the env_to_module pipeline of host .* is Breaks, .*; expected that of the rollout",
+        pieces(BREAKS),
     ),
 }
 
 
 @pytest.mark.parametrize("what", [*DIFFERENT, *DIFFERENT_AGENTS])
 def test_what_differs_is_told_on_both_sides(what: str) -> None:
-    of_host, of_rollout, kind, told = (DIFFERENT | DIFFERENT_AGENTS)[what]
+    kind, told, of_host, of_rollout = (*(DIFFERENT | DIFFERENT_AGENTS)[what], {})[:4]
     remote = listening(RemoteRollouts)
     hosted: Any = {"envs": makers(0, 1), "lanes": 2}
     if what in DIFFERENT_AGENTS:
