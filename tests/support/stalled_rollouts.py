@@ -4,7 +4,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -23,8 +23,7 @@ def line_of(function: Any, text: str) -> str:
     return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
 
-@contextmanager
-def being_read(rollout: Any, let_all_go: Callable[[], object]) -> Iterator[None]:
+def being_read(rollout: Any, let_all_go: Callable[[], object]) -> AbstractContextManager[None]:
     """Have another thread read the rollout, which goes on when all is let go."""
 
     def read() -> None:
@@ -32,6 +31,12 @@ def being_read(rollout: Any, let_all_go: Callable[[], object]) -> Iterator[None]
             for _ in rollout.batches():
                 pass
 
+    return in_thread(read, let_all_go)
+
+
+@contextmanager
+def in_thread(read: Callable[[], object], let_all_go: Callable[[], object]) -> Iterator[None]:
+    """Have another thread read, which comes to its end when all is let go."""
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
         try:

@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES, rollout_at
 from remote_hosts import HostProcess, listening
 from remote_rollouts import HASTY
-from stalled_rollouts import OPTIONS, await_blocker, await_bottleneck, await_end_of, being_read, line_of
+from stalled_rollouts import OPTIONS, await_blocker, await_bottleneck, await_end_of, being_read, in_thread, line_of
 
 from rollflow import MultiAgentRollout, RemoteEnvs, Rollout, Watch
 from rollflow.nodes import RandomModule
@@ -288,13 +287,8 @@ def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp
                 if heard.is_over.wait(0.0) or (heard.has_come.is_set() and heard.is_over.wait(LONGEST_S)):
                     return
 
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        try:
-            assert heard.has_come.wait(LONGEST_S)
-        finally:
-            let_go(tmp_path, 0)
-        reading.result()
+    with in_thread(read, partial(let_go, tmp_path, 0)):
+        assert heard.has_come.wait(LONGEST_S)
     assert line_of(Held.step, "self._wait()") in heard.texts[0]
     assert re.fullmatch(r"it (goes on|has ended): it stood still for \d+\.\d s", heard.texts[1])
     assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]

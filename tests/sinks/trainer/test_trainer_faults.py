@@ -18,7 +18,7 @@ from feeding_rollouts import HASTY, SHORT, Feed, feeding, graph_over, rollout_of
 from held_envs import Held, await_that, let_go
 from killable_trainer import trainer_process
 from numbered_module import NumberedEnv, NumberedModule
-from stalled_rollouts import line_of
+from stalled_rollouts import in_thread, line_of
 
 from rollflow import Fragment, Graph, Rollout, TrainerStream, Watch, feed
 from rollflow.nodes.env.stepping import nothing
@@ -34,23 +34,6 @@ def fed(address: Any, env: Any = None, limits: Limits = HASTY) -> Graph:
     """A graph in which a rollout feeds the trainer at an address."""
     rollout = Rollout(env or partial(NumberedEnv, 0), module=NumberedModule(), fragment_length=8, seed=0)
     return graph_over(rollout, address, limits=limits)[0]
-
-
-@contextmanager
-def being_read(stream: TrainerStream) -> Iterator[None]:
-    """Have a thread take one item after another from a stream, until the rollout has left."""
-
-    def read() -> None:
-        for _ in stream:
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        try:
-            yield
-        finally:
-            stream.expect_no_more()
-        reading.result()
 
 
 @contextmanager
@@ -84,7 +67,10 @@ def killed(folder: Path) -> Iterator[Any]:
 
 @contextmanager
 def env_hangs(folder: Path) -> Iterator[Any]:
-    with trainer(limits=HASTY, yields="fragments") as stream, being_read(stream):
+    with (
+        trainer(limits=HASTY, yields="fragments") as stream,
+        in_thread(lambda: sum(1 for _ in stream), stream.expect_no_more),
+    ):
         yield (
             fed(stream.address, env=partial(Held, 0, folder, lengths=(50, 50), steps=[3])),
             "rollout/env",
