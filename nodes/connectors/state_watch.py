@@ -45,14 +45,15 @@ def fingerprint(value: Any, *, within: Any = None) -> Fingerprint:
     random generators, loggers, functions and rollflow's own objects count by their class alone.
     """
     digest = blake2b(digest_size=16)
-    for token in islice(_tokens(value, {id(within)}), _MOST_VALUES):
-        digest.update(b"%d " % len(token))
-        digest.update(token)
+    for tokens in islice(_walked(value, {id(within)}), _MOST_VALUES):
+        for token in tokens:
+            digest.update(b"%d " % len(token))
+            digest.update(token)
     return digest.digest()
 
 
-def _tokens(value: Any, around: set[int]) -> Iterator[bytes | memoryview]:
-    """What is found on a walk through a value: one token for each value in it, and the numbers of arrays.
+def _walked(value: Any, around: set[int]) -> Iterator[tuple[bytes | memoryview, ...]]:
+    """What is found on a walk through a value, of each value in it: what it is, and the numbers of an array.
 
     around    ids of the objects that the walk is within
     """
@@ -73,13 +74,12 @@ def _tokens(value: Any, around: set[int]) -> Iterator[bytes | memoryview]:
     elif not _is_opaque(value) and id(value) not in around:
         contents = _contents_of(value)
         text, parts = str(len(contents)), chain(contents, chain.from_iterable(_attributes_of(value)))
-    yield f"{kind} {text}".encode(errors="surrogatepass")
-    if numbers is not None:
-        yield numbers
+    told = f"{kind} {text}".encode(errors="surrogatepass")
+    yield (told,) if numbers is None else (told, numbers)
     if parts is not None:
         around.add(id(value))
         for part in parts:
-            yield from _tokens(part, around)
+            yield from _walked(part, around)
         around.remove(id(value))
 
 

@@ -511,6 +511,10 @@ class ConnectorPipeline(NamedPieces, Connector):
         """The connectors, in order."""
         return self._pieces
 
+    @connectors.setter
+    def connectors(self, connectors: Sequence[Any]) -> None:
+        self._edit(list(connectors))
+
     def in_training(self) -> None:
         super().in_training()
         for connector in self.connectors:
@@ -597,6 +601,10 @@ class ConnectorPipeline(NamedPieces, Connector):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.take_over_state(state)
+
+    def reset_state(self) -> None:
+        for connector in self.connectors:
+            connector.reset_state()
 
     def _in_turn(self, item: Any, is_sound: Callable[[Any], bool], expected: str) -> Any:
         """Call the connectors one after the other, with a note of the place on errors.
@@ -1124,8 +1132,7 @@ class _AlphaPiece(ConnectorV2):
 
     def reset_state(self) -> None:
         """Make connectors that can forget do so."""
-        for connector in self.pipeline:
-            connector.reset_state()
+        self.pipeline.reset_state()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Name -> merged state, connector by connector."""

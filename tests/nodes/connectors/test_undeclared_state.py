@@ -236,3 +236,10 @@ def test_auto_does_not_go_where_state_would_be_lost() -> None:
         rollout.environments.close()
         assert f"not where='rollouts': it raised StateError: {piece.__name__}" in rollout.placement
         assert told in rollout.placement
+
+
+def test_an_array_counts_as_one_of_the_values_that_are_looked_at() -> None:
+    arrays = [np.zeros(1) for _ in range(19_000)]
+    before = fingerprint(arrays)
+    arrays[-1][0] = 1.0
+    assert fingerprint(arrays) != before

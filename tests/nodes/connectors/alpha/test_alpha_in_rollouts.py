@@ -23,6 +23,7 @@ from rollflow.nodes.connectors.alpha import (
     ConnectorContext,
     ImmutableActionsConnector,
     SampleBatch,
+    as_connector_v2,
     default_agent_connectors,
     register_lambda_action_connector,
     register_lambda_agent_connector,
@@ -219,6 +220,23 @@ def test_a_connectors_params_are_its_state_and_different_ones_do_not_merge() -> 
     assert piece.pipeline.connectors[0].seen == 70
     with pytest.raises(StateError, match="SaysWhatItCounts is given 2 different states to merge"):
         piece.merge_states([state, piece.get_state()])
+
+
+def test_nested_connectors_forget_and_are_replaced() -> None:
+    class Forgets(Counts):
+        def reset_state(self) -> None:
+            self.seen = 0
+
+    context = ConnectorContext()
+    connectors = Forgets(seen=3), Forgets(seen=4)
+    inner = AgentConnectorPipeline(None, connectors[:1])
+    outer = AgentConnectorPipeline(context, [inner])
+    as_connector_v2(outer).reset_state()
+    assert [each.seen for each in connectors] == [0, 4]
+    inner.connectors = [connectors[1]]
+    assert connectors[1].ctx is context
+    outer.reset_state()
+    assert connectors[1].seen == 0
 
 
 class EarlierRewards(AgentConnector):
