@@ -20,6 +20,7 @@ from gymnasium.vector.utils import batch_space
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import TAKEN_ACTION
 from rollflow.nodes.env.remote.env_host import EnvHost
+from rollflow.nodes.env.remote.host import protected
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.env.vector_env_errors import misfit_of
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
@@ -189,7 +190,8 @@ class ExternalEnv:
     whatever becomes of connections; the rollout counts those of episodes that were cut off as lost. A rollout waits for
     as long as its `Timeouts` say: give it None for both.
 
-    Raises EnvError, once the rollout has said goodbye, for each call that wants an action.
+    Raises WireError for an address, a secret or a certificate that can't be; EnvError, once the rollout has said
+    goodbye, for each call that wants an action.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class ExternalEnv:
             raise ValueError(f"episodes is {episodes}, expected at least 1")
         for name, space in (("observation_space", observation_space), ("action_space", action_space)):
             check_columnar(space, name)
+        protected(address, secret, tls, limits)
         self.observation_space, self.action_space, self.timeout = observation_space, action_space, timeout
         self._lanes = [EpisodeLane(observation_space, action_space) for _ in range(episodes)]
         kind: type[EnvHost | RolloutHost] = EnvHost if inference == "server" else RolloutHost

@@ -34,12 +34,15 @@ from rollflow.stream.wire.codec.rows import AgentForm, RowForm
 
 
 class AgentTurns:
-    """Agents of a lane of N environments that a host steps: who is to act, and whether an answer can come next."""
+    """Agents of a lane of N environments that a host steps: who is to act, and whether an answer can come next.
 
-    def __init__(self, hello: Hello, num_envs: int) -> None:
+    first_slot    the number of the lane's first environment, in errors
+    """
+
+    def __init__(self, hello: Hello, num_envs: int, first_slot: int = 0) -> None:
         assert hello.agents is not None
         by_part = [[hello.agents[number] for number in numbers] for numbers in hello.agents_by_part]
-        self._slots = AgentNumbers(by_part, num_envs)
+        self._slots = AgentNumbers(by_part, num_envs, first_slot)
         self._states = AgentStates(self._slots)
 
     @property
@@ -270,7 +273,7 @@ class GatewaySession(Session):
         self.is_welcomed = False
         has_several = hello.role == "agents"
         self._lanes = {
-            lane: _Lane(slots, first_slot=first, turns=AgentTurns(hello, slots) if has_several else None)
+            lane: _Lane(slots, first_slot=first, turns=AgentTurns(hello, slots, first) if has_several else None)
             for lane, slots, first in zip(lanes, hello.slots, first_slots, strict=True)
         }
 

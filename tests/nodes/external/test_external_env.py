@@ -1,6 +1,7 @@
 """Environments that step themselves: what a program plays stands in the rollout, once and as it was."""
 
 import random
+import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from remote_hosts import SHORT, BrokenWire, end_waits_once, listening
 
 from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout, Timeouts
 from rollflow.nodes import ExternalEnv
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, WireError
 
 SECRET = "correct horse battery staple"
 SEEN = spaces.Box(0, 1e6, (3,), np.float32)  # (episode, step, 0)
@@ -220,8 +221,15 @@ def test_a_rollout_that_is_nowhere_or_has_another_secret_is_said(
 
     with running(wait), env_of(envs.addresses[0]) as env, pytest.raises(EnvError, match="another secret"):
         env.get_action(env.start_episode(), seen(0, 0))
-    with pytest.raises(ValueError, match="inference is 'here'"):
-        env_of("tcp://127.0.0.1:1", inference="here")
+    for error, said, address, options in (
+        (ValueError, "inference is 'here'", "tcp://127.0.0.1:1", {"inference": "here"}),
+        (WireError, "secret is of type int", "tcp://127.0.0.1:1", {"secret": 123}),
+        (WireError, "without a secret", "tcp://192.0.2.1:1", {"secret": None}),
+        (WireError, "'nowhere'", "nowhere", {}),
+        (WireError, "expected tls.check_hostname=False", "unix:/tmp/rollout", {"tls": ssl.create_default_context()}),
+    ):
+        with pytest.raises(error, match=said):
+            env_of(address, **options)
 
 
 def test_an_action_that_comes_late_is_for_the_observation_that_asked_for_it() -> None:

@@ -7,14 +7,14 @@ import pytest
 from drawn_agents import Drawn, drawn_settings, envs_of
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
-from wire_messages import agent_rows, agents_hello, first_agent_rows
+from wire_messages import TOKEN, agent_rows, agents_hello, first_agent_rows
 
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host_lane import HostLane
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import AgentForm, AgentRows, Reset, Step
-from rollflow.stream.wire.session import AgentTurns
+from rollflow.stream.wire.session import AgentTurns, GatewaySession
 
 INT = np.array
 
@@ -133,10 +133,12 @@ def test_an_agent_that_has_ended_hears_of_nothing_more() -> None:
 
 
 def test_a_reset_in_which_nobody_can_act_is_refused() -> None:
+    turns = GatewaySession(TOKEN, agents_hello(slots=(2, 2)), [0, 1], [0, 2]).turns_of(1)
+    assert turns is not None
     with pytest.raises(
-        WireError, match="reset 1 of lane 0: environment 1, reset: its episode goes on, but no agent has"
+        WireError, match="reset 1 of lane 1: environment 3, reset: its episode goes on, but no agent has"
     ):
-        AgentTurns(agents_hello(), 2).take(first_agent_rows(agent_slots=(INT([0, 1]), INT([], np.int64))))
+        turns.take(first_agent_rows(lane=1, agent_slots=(INT([0, 1]), INT([], np.int64))))
 
 
 def test_a_reset_begins_everything_anew() -> None:
