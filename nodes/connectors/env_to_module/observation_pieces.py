@@ -197,6 +197,9 @@ class FlattenObservations(ObservationRewriter):
     as_learner_connector: bool = False
     keys_to_remove: Collection[str] | None = None
 
+    def __post_init__(self) -> None:
+        self.keys_to_remove = list(self.keys_to_remove or ())
+
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         if self.multi_agent:
             return space_by_agents(input_observation_space, None, lambda part, _, agent_id: self._made(part, agent_id))

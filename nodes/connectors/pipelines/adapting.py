@@ -175,6 +175,9 @@ class AdaptObservations(ObservationRewriter):
     space: Space
     fields: Mapping[str, Origin]
 
+    def __post_init__(self) -> None:
+        self.fields = dict(self.fields)
+
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self.map = FieldMap("observation", input_observation_space, self.space, self.fields)
         return self.space
@@ -201,6 +204,9 @@ class AdaptActions(ConnectorV2):
 
     space: Space
     fields: Mapping[str, Origin]
+
+    def __post_init__(self) -> None:
+        self.fields = dict(self.fields)
 
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self.map = FieldMap("action", input_action_space, self.space, self.fields, clips=True)

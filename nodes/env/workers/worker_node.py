@@ -290,9 +290,11 @@ class WorkerNode(SupervisedSource):
     def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
         status, was = link.status, link.status.phase
         status.note(reason)
-        is_new = traceback not in self._logged
-        self._logged.append(traceback)
-        traceback = f"\n{traceback}" if traceback and is_new else ""
+        if traceback in self._logged:
+            traceback = ""
+        elif traceback:
+            self._logged.append(traceback)
+            traceback = f"\n{traceback}"
         self.supervisor.fail(status)
         self.listener.lane_lost(link.index)
         if self.supervisor.is_draining:

@@ -254,6 +254,14 @@ def test_what_is_no_environment_is_refused() -> None:
         policy_for().adapted(SimpleNamespace())
 
 
+def test_pieces_keep_fields_as_they_were_given() -> None:
+    given: Any = {"action": "action"}
+    piece = AdaptActions(space=spaces.Discrete(2), fields=given)
+    given.clear()
+    piece.set_input_spaces(spaces.Discrete(2), spaces.Discrete(2))
+    assert piece(batch={"actions": np.array([1])})["actions_for_env"].tolist() == [1]
+
+
 # Connectors of one's own
 
 

@@ -116,6 +116,34 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert caplog.text.count("Traceback (most recent call last)") == 1
 
 
+class KillsAll(Doomed):
+    """Kills the process that it is in, once, after the environment `other` has been made again."""
+
+    def __init__(self, log: Path, other: int) -> None:
+        super().__init__(0, log, "kill", -1, 1)
+        self.other = other
+
+    def step(self, action: Any) -> Any:
+        if len(Doomed.lives(self.log_path.parent, self.other)) > 1:
+            self.fated = self.life
+        return super().step(action)
+
+
+@pytest.mark.slow
+def test_a_traceback_is_logged_once_however_many_are_lost_without_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers: list[Any] = [partial(KillsAll, tmp_path, 16), *(partial(NumberedEnv, slot) for slot in range(1, 16))]
+    makers.append(partial(Doomed, 16, tmp_path, "raise", 3, 100))
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 100}
+    with Rollout(makers, where="processes", lanes=17, workers=1, **options) as rollout:
+        fragments = iter(rollout.fragments())
+        while "it broke" not in caplog.text.partition("SIGKILL")[2]:
+            next(fragments)
+    assert caplog.text.count("was killed by SIGKILL") == 17
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(

@@ -114,8 +114,8 @@ FATES = {
     ("processes", "kill"): "was killed by SIGKILL",
     ("processes", "raise"): "RuntimeError: it broke",
     ("processes", "stop"): "no answer to a step within 1.0 s",
-    ("hosts", "raise"): "RuntimeError: it broke (environment 0, env step 5)",
-    ("hosts", "wrong"): "EnvError: environment 0, env step 5, agent 'nobody': observations has it, but it is not in",
+    ("hosts", "raise"): "RuntimeError: it broke (environment 1, env step 5)",
+    ("hosts", "wrong"): "EnvError: environment 1, env step 5, agent 'nobody': observations has it, but it is not in",
 }
 
 
@@ -123,20 +123,24 @@ FATES = {
 def test_what_is_open_ends_as_truncated_and_says_why(
     tmp_path: Path, place: str, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
 ) -> None:
-    makers = [partial(DoomedAgents, 0, tmp_path, fate=fate, step=5, lives=1, agents=2, nested=0, at_once=True)]
+    kinds: Any = {"agents": 2, "nested": 0, "at_once": True}
+    doomed = partial(DoomedAgents, 1, tmp_path, fate=fate, step=5, lives=1, **kinds)
+    makers = [partial(DoomedAgents, 0, tmp_path, **kinds), doomed]
     options: Any = {"fragment_length": 8, "num_fragments": 2, "timeouts": Timeouts(step=1.0), "seed": 4}
     options |= {"kind": MultiAgentRollout, "acts": {"module": SerialModule()}, "hosts": {"name": "sim"}}
-    with rollout_at(place, makers, **options) as made, made as rollout:
+    with rollout_at(place, makers, envs={"lanes": 1}, **options) as made, made as rollout:
         fragments = list(rollout.fragments())
-        assert rollout.lost == {"workers": 2}
-        check_laws(rollout, fragments, tmp_path, 1)
-    assert not_emitted(fragments, logs_of(tmp_path, 0)) == 0
+        assert rollout.lost == {"workers": 4}
+        check_laws(rollout, fragments, tmp_path, 2)
+    told = [*logs_of(tmp_path, 0), *logs_of(tmp_path, 1)]
+    assert not_emitted(fragments, told) == 2  # of environment 0, which had stepped before
     [loss] = [loss for fragment in fragments for loss in fragment.losses]
     lost = [episode for fragment in fragments for episode in fragment.episodes() if "lost" in episode.custom_data]
     assert (loss[0], FATES[place, fate] in loss[1]) == (5, True)
-    assert [episode.custom_data["lost"] for episode in lost] == [loss[1]]
-    assert all(each.custom_data["lost"] == loss[1] for each in lost[0].agent_episodes.values())
-    assert [each.is_truncated for each in lost[0].agent_episodes.values()] == [True, True]
+    assert [episode.custom_data["lost"] for episode in lost] == [loss[1]] * 2
+    for episode in lost:
+        assert all(each.custom_data["lost"] == loss[1] for each in episode.agent_episodes.values())
+        assert [each.is_truncated for each in episode.agent_episodes.values()] == [True, True]
     if place == "hosts":
         assert loss[1].startswith("host sim (tcp://127.0.0.1:")
     else:
