@@ -63,7 +63,7 @@ _METHODS_OF_SHAPE = frozenset(
 _PROPERTIES_OF_SHAPE = frozenset("shape dtype device ndim".split())
 
 COMPARED = 8  # passes of each kind of batch that a watched module does both ways
-MOST_KINDS = 64  # which take some milliseconds each
+MOST_KINDS = 16
 
 
 class ValueDependent(Exception):
@@ -80,11 +80,13 @@ class FlatForward:
 
     Called where torch records no gradients. Weights may be changed in place at any time. A pass can't be recorded if it
     reads elements of a tensor in Python, or returns anything but tensors. A watched module is replayed no more, for
-    good, after one pass that can't be, or a change of what its passes read beside weights.
+    good, after one pass that can't be, or a change of what its passes read beside weights: of a layer, a setting, a
+    function's code. Torch itself is taken to stay as it is.
     """
 
     def __init__(self, forward: Callable[[Batch], Batch], module: nn.Module | None = None) -> None:
         self.reason: str | None = None
+        self.is_given_up = False  # True if the module's own passes are all that it does from now on
         self._forward = forward
         self._watch = None if module is None else _Watch(module)
         self._weights = _ArrangedWeights() if module is None else None
@@ -113,7 +115,7 @@ class FlatForward:
         try:
             flat = self._flat[kind]
         except KeyError:
-            return (self._record if self._watch is None else self._compare)(kind, batch, leaves)
+            return (self._record if self._weights is not None else self._compare)(kind, batch, leaves)
         if flat is None:
             return self._forward(batch)
         try:
@@ -122,14 +124,9 @@ class FlatForward:
             return self._passed(batch, error)
 
     @property
-    def is_given_up(self) -> bool:
-        """True if the module's own passes are all that it does from now on."""
-        return self._watch is not None and self.reason is not None
-
-    @property
     def is_on_trial(self) -> bool:
         """True if all passes were compared so far, and gave the same."""
-        return self._watch is not None and self.reason is None and not self._flat
+        return self._watch is not None and not self._flat
 
     def _record(self, kind: Any, batch: Batch, leaves: list[Any]) -> Batch:
         recorder = _Recorder(leaves, self._weights)
@@ -148,18 +145,18 @@ class FlatForward:
     def _compare(self, kind: Any, batch: Batch, leaves: list[Any]) -> Batch:
         """The module's own output, with which that of a replay is compared."""
         watch = self._watch
-        assert watch is not None
-        if self.is_given_up or (len(self._compared) == MOST_KINDS and kind not in self._compared):
+        if watch is None or (len(self._compared) == MOST_KINDS and kind not in self._compared):
             return self._forward(batch)
         try:
+            watch.begin()
             recorder = _Recorder(leaves, known=watch.tensors)
-            watch.begin(leaves)
+            before = watch.states(leaves)
         except Exception as error:
             self._give_up(error)
             return self._forward(batch)
         output = watch.run(self._forward, batch)
         try:
-            watch.check(batch)
+            watch.check(before, batch, leaves)
             if kind not in self._compared:
                 changes = watch.changes(recorder.name_of)
                 with recorder:  # a pass more, which changes nothing
@@ -183,14 +180,14 @@ class FlatForward:
 
     def _passed(self, batch: Batch, error: Exception) -> Batch:
         """The module's own output, after a replay that failed."""
-        if self._watch is None:
+        if self._weights is not None:
             raise error
         self._give_up(error)
         return self._forward(batch)
 
     def _give_up(self, error: Exception) -> None:
         told = str(error) if isinstance(error, ValueDependent) else f"{type(error).__name__}: {error}"
-        self.reason = told.split("\n")[0]
+        self.reason, self.is_given_up, self._watch = told.split("\n")[0], True, None
         self._flat.clear()
         self._single.clear()
         self._compared.clear()
@@ -310,6 +307,8 @@ class _Recorder(TorchFunctionMode):
         self._names: dict[int, str] = {}  # of tensors, by identity
         self._alive: list[Any] = []  # so that no identity is used twice
         self._constants: dict[str, Any] = {}
+        self._constant_names: dict[int, str] = {}  # by identity
+        self._refusal: Exception | None = None  # which the module may have caught
         self._raise = f"raise {self.name_of(ValueDependent)}('what its passes read has changed')"
         self._operations: dict[str, _Operation] = {}  # by their result's name; "shape…" for what Python asked of one
         self._uses: Counter[int] = Counter()  # of tensors, by identity
@@ -320,7 +319,15 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result)
+        except Exception as error:
+            self._refusal = error
+            raise
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if any(isinstance(leaf, Tensor) for leaf in leaves_of(result)):
             source = [self._expression(each) for each in args]
             source += [f"{name}={self._expression(value)}" for name, value in kwargs.items()]
@@ -333,13 +340,16 @@ class _Recorder(TorchFunctionMode):
         elif self._known is not None and args and id(args[0]) not in self._inputs:  # elements may decide on shapes, too
             source = [self._expression(each) for each in args]
             self._operations[f"shape{len(self._operations)}"] = _Operation(func, args, kwargs, result, source)
-        return result
 
     def compile(self, output: Tree, changes: Sequence[str] = ()) -> Callable[..., Any]:
         """Function of the inputs that replays what has been recorded, and returns what `output` is.
 
         changes    expressions; the function raises ValueDependent if one of them is true
+
+        Raises ValueDependent if an operation can't be replayed, or failed, whatever the pass made of that.
         """
+        if self._refusal is not None:
+            raise ValueDependent(str(self._refusal))
         if not isinstance(output, dict) or not all(id(leaf) in self._names for leaf in leaves_of(output)):
             raise ValueDependent("its output is not made of tensors that its inputs went into")
         self._uses.update(id(leaf) for leaf in leaves_of(output))
@@ -423,9 +433,8 @@ class _Recorder(TorchFunctionMode):
 
     def name_of(self, value: Any) -> str:
         """Name in the source of this very object."""
-        name = f"c{len(self._constants)}"
+        name = self._constant_names.setdefault(id(value), f"c{len(self._constants)}")
         self._constants[name] = value
-        self._alive.append(value)
         return name
 
 
@@ -445,8 +454,11 @@ def _is_same(ours: Tree, theirs: Tree) -> bool:
 
 def _has_same_bits(ours: Tensor, theirs: Tensor) -> bool:
     kinds = [(each.shape, each.dtype, each.is_inference(), each.requires_grad) for each in (ours, theirs)]
-    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (ours, theirs)]
-    return kinds[0] == kinds[1] and torch.equal(*bits)
+    return kinds[0] == kinds[1] and torch.equal(_bits(ours), _bits(theirs))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 _HERE, _TORCH = __file__, f"{Path(torch.__file__).parent}/"
@@ -462,8 +474,11 @@ _FUNCTIONS = {len, isinstance, min, max, sum, abs, round, any, all, iter, next, 
 _TYPES = {bool, int, float, str, tuple, list, dict, set, zip, range, enumerate, map, reversed, slice, super}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
 _DUNDERS = {"__getattr__", "__getitem__", "__len__"}
+_READ_BY_TORCH = {"training", "forward", "__call__", "__getattr__", "__getattribute__"}  # of each module
 _UNREAD = {"in_features", "out_features", "_is_full_backward_hook"}  # of a layer, by its passes
 _NOTHING = object()
+_SMALL = 65_536  # elements of a tensor that is cheap to copy
+_States = tuple[Tensor, list[tuple[Tensor, int, Tensor | None]]]  # the generator's; tensors, their versions and bits
 
 
 class _Watch:
@@ -478,23 +493,32 @@ class _Watch:
         self.tensors: dict[int, Tensor] = {}
         self._module = module
         self._modules: dict[int, nn.Module] = {}
-        self._leaves: list[Any] = []
-        self._before: list[Tensor] = []
         self._codes: dict[tuple[CodeType, int], dict[str, Any]] = {}  # what ran, and its globals
         self._names: dict[tuple[CodeType, int], list[tuple[str, str]]] = {}  # that it reads, as of `_names_read`
         self._told: list[str] = []  # calls that may do something else another time
 
-    def begin(self, leaves: list[Any]) -> None:
-        """Note what a pass begins with. Raises ValueDependent for a module that can't be watched."""
-        self._modules, self._leaves = {id(module): module for module in self._module.modules()}, leaves
+    def begin(self) -> None:
+        """Note what the module has before a pass. Raises ValueDependent for one that can't be watched."""
+        self._modules = {id(module): module for module in self._module.modules()}
         if sys.getprofile() is not None:
             raise ValueDependent("a profiler runs, beside which it can't be watched")
         if any(hooks for module in (torch_module, *self._modules.values()) for hooks in _hooks(module)):
             raise ValueDependent("it has forward hooks")
         held = [value for module in self._modules.values() for value in vars(module).values()]
         tensors = [*self._module.parameters(), *self._module.buffers(), *held]
-        self.tensors.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
-        self._before = self._states()
+        self.tensors = {id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+
+    def states(self, leaves: list[Any]) -> _States:
+        """What tells whether a pass draws random numbers, or changes a tensor in place.
+
+        That is a tensor's `_version` and, as some operations leave it, its bits: a large one's in the first pass alone.
+        """
+        found = []
+        for tensor in [*self.tensors.values(), *leaves]:
+            is_copied = tensor.is_inference() or tensor.numel() <= _SMALL or not self._codes
+            version = -1 if tensor.is_inference() else tensor._version
+            found.append((tensor, version, _bits(tensor).clone() if is_copied else None))
+        return torch.get_rng_state(), found
 
     def run(self, forward: Callable[[Batch], Batch], batch: Batch) -> Batch:
         """Do a pass as the module does it."""
@@ -504,17 +528,20 @@ class _Watch:
         finally:
             sys.setprofile(None)
 
-    def check(self, batch: Batch) -> None:
+    def check(self, before: _States, batch: Batch, leaves: list[Any]) -> None:
         """Raise ValueDependent unless the pass has changed nothing."""
-        before, self._before = self._before, []
         self._names = {key: list(_names_read(key[0])) for key in self._codes}
         if self._told:
             raise ValueDependent(self._told[0])
-        if list(map(id, leaves_of(batch))) != list(map(id, self._leaves)):
+        if list(map(id, leaves_of(batch))) != list(map(id, leaves)):
             raise ValueDependent("it changes its batch")
-        is_same = [*map(_has_same_bits, self._states(), before)]
-        if not all(is_same):
-            raise ValueDependent("it changes a tensor in place" if is_same[0] else "it draws random numbers")
+        generator, tensors = before
+        if not torch.equal(torch.get_rng_state(), generator):
+            raise ValueDependent("it draws random numbers")
+        for tensor, version, bits in tensors:
+            is_written = not tensor.is_inference() and tensor._version != version
+            if is_written or (bits is not None and not torch.equal(_bits(tensor), bits)):
+                raise ValueDependent("it changes a tensor in place")
 
     def changes(self, name_of: Callable[[Any], str]) -> list[str]:
         """Expressions, one of which is true after a change of anything that passes read beside tensors' elements.
@@ -526,17 +553,18 @@ class _Watch:
         changes = [name_of(hooks) for hooks in _hooks(torch_module)]
         for module in self._modules.values():
             changes += map(name_of, _hooks(module))
+            changes.append(f"type({name_of(module)}) is not {name_of(type(module))}")
             for parts in (module._parameters, module._buffers, module._modules):
                 changes += [f"{name_of(parts)}[{name!r}] is not {name_of(part)}" for name, part in parts.items()]
-            changes += [f"len({name_of(parts)}) != {len(parts)}" for parts in (vars(module), module._modules) if parts]
-        methods = [
-            part
-            for module in self._modules.values()
-            for base in _own_classes(module)
-            for part in map(_function, vars(base).values())
-            if isinstance(part, FunctionType)
-        ]
-        read, holders = {"training"}, [*self._modules.values(), *self.tensors.values(), *methods]
+            order = [name for name, _ in module._modules.items()]
+            changes.append(f"len({name_of(vars(module))}) != {len(vars(module))}")
+            children = name_of(module._modules)
+            changes.append(f"[*{children}] != {name_of(order)}" if order else children)
+        own_classes = {base: None for module in self._modules.values() for base in _own_classes(module)}
+        changes += [f"len({name_of(vars(base))}) != {len(vars(base))}" for base in own_classes]
+        methods = [part for base in own_classes for part in map(_function, vars(base).values())]
+        read, holders = {*_READ_BY_TORCH}, [*self._modules.values(), *self.tensors.values()]
+        holders += [part for part in methods if isinstance(part, FunctionType)]
         for (code, _), names in self._codes.items():
             for name, use in self._names[code, id(names)]:
                 value = names.get(name, getattr(builtins, name, _NOTHING))
@@ -556,25 +584,26 @@ class _Watch:
             seen.add(id(holder))
             if isinstance(holder, FunctionType) and (holder.__code__ in ran or _is_in_torch(holder.__code__)):
                 known.add(holder.__code__)
-                holders += _functions_kept(holder)
+                kept = _kept(holder, name_of(holder))
+                changes += [f"{place} is not {name_of(value)}" for place, value in kept.items()]
+                holders += [value for value in kept.values() if isinstance(value, FunctionType)]
             own = vars(holder) if hasattr(holder, "__dict__") else {}
+            kind = holder if isinstance(holder, type) else type(holder)
             for name in read | _settings(holder):
-                value = own.get(name, _NOTHING)
-                for base in _own_classes(holder):
-                    value = _function(vars(base).get(name, value)) if value is _NOTHING else value
+                places = [place for place in (own, *map(vars, _own_classes(kind))) if name in place]
+                if not places:
+                    continue
+                value = _function(places[0][name])
                 if isinstance(value, FunctionType):
                     holders.append(value)
-                elif not (value is _NOTHING or id(value) in self.tensors or _is_plain(value) or _is_of_torch(value)):
+                elif not (id(value) in self.tensors or _is_plain(value) or _is_of_torch(value)):
                     raise ValueDependent(f"it reads {name!r}, a {type(value).__name__} that may change")
-                if name in own or not (value is _NOTHING or isinstance(value, FunctionType)):
-                    changes.append(f"{name_of(holder)}.{name} is not {name_of(value)}")
+                is_method = isinstance(value, FunctionType) and name not in own
+                place, value = (kind, getattr(kind, name)) if is_method else (holder, value)
+                changes.append(f"{name_of(place)}.{name} is not {name_of(value)}")
         if others := ran - known:
             raise ValueDependent(f"it calls {others.pop().co_qualname} in a way that can't be followed")
-        return changes
-
-    def _states(self) -> list[Tensor]:
-        """What tells whether random numbers are drawn, or a tensor that the pass begins with is changed in place."""
-        return [torch.get_rng_state(), *(tensor.detach().clone() for tensor in (*self.tensors.values(), *self._leaves))]
+        return list(dict.fromkeys(changes))
 
     def _see(self, frame: FrameType, event: str, called: Any) -> None:
         """Note a function that is called, while the pass runs."""
@@ -600,10 +629,12 @@ def _names_read(code: CodeType) -> Iterator[tuple[str, str]]:
     """
     for instruction, following in pairwise(dis.get_instructions(code)):
         operation, name = instruction.opname, instruction.argval
+        if operation == "PUSH_EXC_INFO" and following.opname != "WITH_EXCEPT_START":
+            raise ValueDependent(f"{code.co_qualname} handles exceptions")
         if operation == "LOAD_GLOBAL":
             yield name, "holder" if following.opname in ("LOAD_ATTR", "LOAD_METHOD") else "global"
         elif operation.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")) and (
-            name[:2] != "__" or name in _DUNDERS
+            (name[:2] != "__" and name != "data") or name in _DUNDERS
         ):
             yield name, "attribute"
         elif (
@@ -614,15 +645,25 @@ def _names_read(code: CodeType) -> Iterator[tuple[str, str]]:
             raise ValueDependent(f"{code.co_qualname} {operation.split('_')[0].lower()}s {name!r}")
 
 
-def _functions_kept(function: FunctionType) -> list[FunctionType]:
-    """Functions that one calls with, and those around it. Raises ValueDependent if it keeps what may change."""
+def _kept(function: FunctionType, source: str) -> dict[str, Any]:
+    """What one calls a function with, by its place in Python source. Raises ValueDependent for what may change."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    kept = {
+        f"{source}.__closure__[{i}].cell_contents": cell.cell_contents
+        for i, (name, cell) in enumerate(cells)
+        if name != "__class__"
+    }
+    if _is_in_torch(function.__code__):
+        return {place: value for place, value in kept.items() if isinstance(value, FunctionType)}
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    around = [cell.cell_contents for cell in function.__closure__ or ()]
-    if not _is_in_torch(function.__code__):
-        around = [each for name, each in zip(function.__code__.co_freevars, around, strict=True) if name != "__class__"]
-        if not all(isinstance(each, FunctionType) for each in around) or not all(map(_is_plain, defaults)):
-            raise ValueDependent(f"{function.__qualname__} keeps what may change, around it or as a default value")
-    return [each for each in around if isinstance(each, FunctionType)]
+    if not all(isinstance(value, FunctionType) for value in kept.values()) or not all(map(_is_plain, defaults)):
+        raise ValueDependent(f"{function.__qualname__} keeps what may change, around it or as a default value")
+    kept[f"{source}.__code__"] = function.__code__
+    if function.__defaults__:
+        kept[f"{source}.__defaults__"] = function.__defaults__
+    return kept | {
+        f"{source}.__kwdefaults__[{name!r}]": value for name, value in (function.__kwdefaults__ or {}).items()
+    }
 
 
 def _is_in_torch(code: CodeType) -> bool:
@@ -642,17 +683,18 @@ def _settings(holder: Any) -> set[str]:
 
 
 def _function(value: Any) -> Any:
-    """The function that a property or a method calls."""
-    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    """The function that a property or a static method calls."""
+    return value.fget if isinstance(value, property) else value.__func__ if isinstance(value, staticmethod) else value
 
 
 def _is_plain(value: Any) -> bool:
     """True for what can't change, and holds no tensor."""
-    if isinstance(value, tuple):
+    if type(value) in (tuple, torch.Size):
         return all(map(_is_plain, value))
     if type(value) is slice:
         return all(map(_is_plain, (value.start, value.stop, value.step)))
-    return type(value) in _PLAIN or isinstance(value, np.generic)
+    is_number = isinstance(value, np.number | np.bool_) and type(value).__module__ == "numpy"
+    return type(value) in _PLAIN or is_number
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -666,7 +708,9 @@ def _is_usable(value: Any) -> bool:
     """True for the value of a global variable that does the same whenever it is used, as long as it is the same."""
     if isinstance(value, type) and (value in _TYPES or issubclass(value, BaseException)):
         return True
-    is_function = isinstance(value, FunctionType) or (isinstance(value, BuiltinFunctionType) and _is_pure(value))
+    is_function = isinstance(value, FunctionType) or (
+        isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | None) and _is_pure(value)
+    )
     return is_function or value is math or _is_plain(value) or _is_of_torch(value)
 
 

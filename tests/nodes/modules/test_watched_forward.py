@@ -218,9 +218,41 @@ def by_gradient(self: Any, obs: Any) -> Any:
         return torch.autograd.grad(self.net(x).sum(), x)[0][:, :2].clone()
 
 
+def catches_a_refusal(self: Any, obs: Any) -> Any:
+    try:
+        return self.net(-obs if obs.max() > 2.5 else obs)
+    except Exception:
+        return self.net(obs)
+
+
+def catches_an_error(self: Any, obs: Any) -> Any:
+    try:
+        return self.net(self.table(obs[:, 0].round().long()) + obs)
+    except IndexError:
+        return self.net(-obs)
+
+
+def leaves_by_finally(self: Any, obs: Any) -> Any:
+    logits = self.net(-obs)
+    try:
+        logits = self.net(self.table(obs[:, 0].round().long()) + obs)
+    finally:
+        return logits  # noqa: B012
+
+
+class Scale(tuple[int, ...]):
+    factor = 2.0
+
+
 class Shifted:
     def __init__(self, obs: Any) -> None:
         self.shifted = obs + 1
+
+    def add(self, x: Any) -> Any:
+        return x + self.shifted
+
+
+get_setting = {"scale": 2.0}.get
 
 
 def attribute(name: str, value: Callable[[], Any]) -> Callable[[Any], None]:
@@ -282,7 +314,7 @@ KEPT: dict[str, tuple[Any, ...]] = {
     "branch on item": ("it calls item", lambda self, obs: self.net(obs * (1 if obs[0, 0].item() < 2 else 2))),
     "numpy": ("'np', which may change", lambda self, obs: self.net(torch.from_numpy(np.tanh(obs.numpy())))),
     "noise of numpy": (
-        " calls ",
+        "errstate.__call__.<locals>.inner handles exceptions",
         lambda self, obs: self.net(obs + torch.from_numpy(np.random.default_rng(0).random((1, 4))).float()),
     ),
     "time": ("calls time", lambda self, obs: self.net(obs) * (1.0 if time.time() > 0 else 2.0)),
@@ -320,7 +352,26 @@ KEPT: dict[str, tuple[Any, ...]] = {
         lambda self, obs: self.net(self.mix(obs, obs, obs)[0]),
         attribute("mix", lambda: nn.MultiheadAttention(4, 2)),
     ),
-    "traced": ("that may be another one", None, scripted),
+    "refusal caught": ("catches_a_refusal handles exceptions", catches_a_refusal),
+    "error caught": (
+        "catches_an_error handles exceptions",
+        catches_an_error,
+        attribute("table", lambda: nn.Embedding(2, 4)),
+    ),
+    "finally": ("handles exceptions", leaves_by_finally, attribute("table", lambda: nn.Embedding(2, 4))),
+    "tuple of its own": (
+        "it reads 'by', a Scale that may change",
+        lambda self, obs: self.net(obs) * self.by.factor,
+        attribute("by", lambda: Scale((1,))),
+    ),
+    "method of another object": (
+        "it reads 'act', a method that may change",
+        lambda self, obs: self.act(self.net(obs)),
+        attribute("act", lambda: Shifted(1).add),
+    ),
+    "method of a dict": ("'get_setting', which may change", lambda self, obs: self.net(obs) * get_setting("scale")),
+    "data": ("loads 'data'", lambda self, obs: self.net(obs) * self.head.bias.data),
+    "traced": ("it reads 'forward', a ScriptMethod that may change", None, scripted),
 }
 
 
@@ -491,13 +542,59 @@ def moved(x: Tensor) -> Tensor:
     return x + 1
 
 
-def of_all_kinds(self: Any, obs: Any) -> Any:
-    logits = self.net(moved((obs - self.mean).to(self.mean.dtype))) * self.scale + self.threshold
-    return -logits if self.training else logits
+def changing() -> Own:
+    """A module that reads all that may change."""
+
+    def act(x: Tensor) -> Tensor:
+        return x * 2
+
+    def switch() -> None:
+        nonlocal act
+        act = moved
+
+    def logits(self: Any, obs: Any, factor: float = 1.5, *, more: float = 0.5) -> Any:
+        x = self.net(moved((obs - self.mean).to(self.mean.dtype))) * self.scale + self.threshold
+        for number, layer in enumerate(self.parts.values()):
+            x = layer(x) * (number + 1)
+        logits = act(self.turned(x)) * factor + more * self.half
+        return -logits if self.training else logits
+
+    methods = {"switch": staticmethod(switch), "turned": staticmethod(lambda x: x.flip(-1))}
+    return made(logits, with_all_kinds, {**methods, "half": property(lambda self: 0.5)})
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
 
 
 def with_all_kinds(self: Any) -> None:
     self.body = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.1))
+    self.parts = nn.ModuleDict({"a": type("Twice", (Doubled,), {})(), "b": nn.Tanh()})
+
+
+def in_class(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda module: setattr(type(module), name, value)
+
+
+def in_function(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda module: setattr(type(module).logits, name, value)
+
+
+def negated(self: Any, obs: Any) -> Any:
+    return self.net(-obs)
+
+
+def of_another_class(module: Any) -> None:
+    module.__class__ = type("Other", (type(module),), {"logits": negated})
+
+
+def reordered(module: Any) -> None:
+    module.parts["a"] = module.parts.pop("a")
+
+
+def with_other_code(module: Any) -> None:
+    type(module).turned.__code__ = (lambda x: -x).__code__
 
 
 class Changing(ConnectorV2):
@@ -519,6 +616,17 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "attribute over that of the class": attribute("scale", lambda: 2.0),
     "class": lambda module: setattr(type(module), "scale", 2.0),
     "method": attribute("net", lambda: lambda x: x[:, :2]),
+    "method of the class": in_class("logits", negated),
+    "method over that of a base": in_class("net", lambda self, x: x[:, :2]),
+    "static method of the class": in_class("turned", staticmethod(torch.neg)),
+    "property of the class": in_class("half", property(lambda self: -3.0)),
+    "another class": of_another_class,
+    "pass of a layer's class": lambda module: setattr(type(module.parts["a"]), "forward", lambda self, x: -x),
+    "code": with_other_code,
+    "default value": in_function("__defaults__", (-3.0,)),
+    "default value of a keyword": in_function("__kwdefaults__", {"more": -3.0}),
+    "function around": lambda module: module.switch(),
+    "order of layers": reordered,
     "function": lambda module: globals().update(moved=torch.sigmoid),
     "buffer": attribute("mean", lambda: torch.ones(4)),
     "training": lambda module: module.train(),
@@ -542,7 +650,7 @@ def test_a_change_of_what_passes_read_ends_replays(kind: str | None, monkeypatch
             patch.setitem(globals(), "moved", moved)
             change = (lambda module: None) if kind is None else CHANGES[kind]
             piece = {"env_to_module_connector": lambda env, change=change: Changing(change)}
-            found.append(columns_of(made(of_all_kinds, with_all_kinds), flat, publishes=False, **piece))
+            found.append(columns_of(changing(), flat, publishes=False, **piece))
     (ours, explained), (theirs, _) = found
     assert ours == theirs
     assert (f"{FLAT}, inline" if kind is None else "not flat: what its passes read has changed") in explained
