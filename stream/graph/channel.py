@@ -326,12 +326,14 @@ class Unsent:
 class Output(Inlet[T]):
     """An output of a running graph: `async for item in run["name"]`.
 
-    `caller` measures the reader. From its first item on, the reader is busy whenever it does not wait on an output.
+    caller     measures those who read: from the first item on they are busy whenever one of their tasks does not wait
+               on an output
+    readers    output -> id of the task that reads it, of the outputs of the graph that have been read and go on
     """
 
-    def __init__(self, channel: Channel[T], caller: NodeMeter) -> None:
+    def __init__(self, channel: Channel[T], caller: NodeMeter, readers: "dict[Output[Any], int]") -> None:
         super().__init__([channel], NodeMeter(channel.meter.name))
-        self._caller = caller
+        self._caller, self._readers = caller, readers
 
     def receive_nowait(self) -> T:
         item = super().receive_nowait()
@@ -341,11 +343,18 @@ class Output(Inlet[T]):
         return item
 
     async def receive(self) -> T:
+        self._readers[self] = anyio.get_current_task().id
+        self._caller.tasks = len(set(self._readers.values()))
         try:
             with self._caller.waits():
                 return await super().receive()
         except anyio.EndOfStream:
-            self._caller.end_life()
+            self._readers.pop(self, None)
+            self._caller.tasks = max(1, len(set(self._readers.values())))
+            if self._readers:
+                self._caller.begin_life()
+            else:
+                self._caller.end_life()
             raise
 
     @property

@@ -76,10 +76,11 @@ class NodeMeter:
         trace         records the same times as spans; None: nothing is traced
         counts_itself whether the node counts all of its work itself
         works_since   time at which background work began that the thread waits for, in ns; None: there is none
+        tasks         that have to wait for the node to be idle, of the caller those that read outputs
 
     The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
     adds up its calls. An asynchronous one lives from `begin_life` to `end_life`, and is busy whenever it neither waits
-    nor is blocked. Waits of several tasks at once count as one, from the first to the last. Background work that a
+    nor is blocked. Waits of several tasks at once count as one, if so many wait. Background work that a
     thread waits for counts from `begin_work` to `end_work`.
     """
 
@@ -91,6 +92,7 @@ class NodeMeter:
     trace: NodeTrace | None = None
     counts_itself: bool = False
     works_since: int | None = None
+    tasks: int = 1
     _is_alive: bool = False
     _waiting: int = 0
     _blocked: int = 0
@@ -155,7 +157,9 @@ class NodeMeter:
         """
         self._waiting += waiting
         self._blocked += blocked
-        at = "blocked" if self._blocked else "waits" if self._waiting else "busy" if self._is_alive else ""
+        at = (
+            "blocked" if self._blocked else "waits" if self._waiting >= self.tasks else "busy" if self._is_alive else ""
+        )
         was, since = self._span
         if at == was:
             return

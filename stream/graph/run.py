@@ -65,7 +65,10 @@ class Run:
             if not graph.is_chained(edge)
         }
         self.counters = counters = RunCounters(graph, self.channels)
-        counters.outputs = {name: Output(self.channels[edge], counters.caller) for name, edge in graph.outputs.items()}
+        readers: dict[Output[Any], int] = {}
+        counters.outputs = {
+            name: Output(self.channels[edge], counters.caller, readers) for name, edge in graph.outputs.items()
+        }
         self.doctor = RunDoctor(self, rules, trace)
         self._draining = False
         self._stops: list[Callable[[], None]] = []

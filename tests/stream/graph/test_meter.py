@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter_ns
 
+import anyio
 import pytest
 from graph_rows import Round, drawn, row, three
 from held_envs import LONGEST_S
@@ -122,6 +123,31 @@ async def test_a_reader_that_is_still_at_work_is_named() -> None:
         await run["out"].receive()
         spin(2_000_000)
         assert run.report().bottleneck == "caller"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("in_tasks", [True, False])
+async def test_the_caller_is_busy_while_one_of_the_tasks_works_that_read_outputs(
+    clock: Clock, *, in_tasks: bool
+) -> None:
+    graph = drawn(
+        "numbers >> twice", outputs={"plain": "numbers", "doubled": "twice"}, numbers=three, twice=lambda number: number
+    )
+    async with graph.run() as run, anyio.create_task_group() as tasks:
+
+        async def read() -> None:
+            async for _ in run["plain"]:
+                pass
+
+        if in_tasks:
+            tasks.start_soon(read)
+        async for _ in run["doubled"]:
+            if not in_tasks:
+                await run["plain"].receive()
+            await anyio.wait_all_tasks_blocked()
+            clock.now += 1000
+        caller = run.counters.caller
+        assert (caller.items, caller.busy_ns, caller.tasks) == (6, 3000, 1)
 
 
 @pytest.mark.anyio
