@@ -7,8 +7,8 @@ import sys
 import threading
 from typing import Any
 
+from rollflow import EnvHost, RolloutHost
 from rollflow.cli import arguments
-from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         MultiAgentVectorEnv as MultiAgentVectorEnv,
     )
     from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv as MultiAgentEnv
-    from rollflow.nodes.env.remote.env_host import EnvHost as EnvHost
     from rollflow.nodes.external.external_env import ExternalEnv as ExternalEnv
     from rollflow.nodes.launch.on_hosts import OnProcesses as OnProcesses, OnRay as OnRay
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns as EpisodeReturns
@@ -60,6 +59,5 @@ if TYPE_CHECKING:
     from rollflow.nodes.modules.distribution import mask_logits as mask_logits
     from rollflow.nodes.modules.multi_rl_module import MultiRLModule as MultiRLModule
     from rollflow.nodes.modules.random_module import RandomModule as RandomModule
-    from rollflow.nodes.offloaded.rollout_host import RolloutHost as RolloutHost
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     )
     from rollflow.nodes.connectors.learner.train_columns import minibatches as minibatches
     from rollflow.nodes.connectors.module_to_env.exploration import EpsilonGreedy as EpsilonGreedy
+    from rollflow.nodes.env.remote.env_host import EnvHost as EnvHost
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs as RemoteEnvs, RemoteRollouts as RemoteRollouts
     from rollflow.nodes.modules.default_module import DefaultModelConfig as DefaultModelConfig
     from rollflow.nodes.modules.rl_module import RLModule as RLModule
+    from rollflow.nodes.offloaded.rollout_host import RolloutHost as RolloutHost
     from rollflow.nodes.policies.policy import Policy as Policy
     from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout as MultiAgentRollout
     from rollflow.nodes.rollout.options import Forward as Forward, Timeouts as Timeouts, Watch as Watch

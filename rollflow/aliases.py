@@ -16,6 +16,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow": (
             "ConnectorV2",
             "DefaultModelConfig",
+            "EnvHost",
             "EpsilonGreedy",
             "FrameStacking",
             "GeneralAdvantageEstimation",
@@ -25,6 +26,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
             "RemoteEnvs",
             "RemoteRollouts",
             "Rollout",
+            "RolloutHost",
             "VTrace",
             "minibatches",
         ),
