@@ -474,8 +474,7 @@ _FUNCTIONS = {len, isinstance, min, max, sum, abs, round, any, all, iter, next, 
 _TYPES = {bool, int, float, str, tuple, list, dict, set, zip, range, enumerate, map, reversed, slice, super}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
 _DUNDERS = {"__getattr__", "__getitem__", "__len__"}
-_READ_BY_TORCH = {"training", "forward", "__call__", "__getattr__", "__getattribute__"}  # of each module
-_UNREAD = {"in_features", "out_features", "_is_full_backward_hook"}  # of a layer, by its passes
+_CALLED = {"forward", "__call__", "__getattr__", "__getattribute__"}  # of each module
 _NOTHING = object()
 _SMALL = 65_536  # elements of a tensor that is cheap to copy
 _States = tuple[Tensor, list[tuple[Tensor, int, Tensor | None]]]  # the generator's; tensors, their versions and bits
@@ -495,6 +494,7 @@ class _Watch:
         self._modules: dict[int, nn.Module] = {}
         self._codes: dict[tuple[CodeType, int], dict[str, Any]] = {}  # what ran, and its globals
         self._names: dict[tuple[CodeType, int], list[tuple[str, str]]] = {}  # that it reads, as of `_names_read`
+        self._names_in_torch = set[str]()  # all that occur in torch's code that ran
         self._told: list[str] = []  # calls that may do something else another time
 
     def begin(self) -> None:
@@ -556,14 +556,13 @@ class _Watch:
             changes.append(f"type({name_of(module)}) is not {name_of(type(module))}")
             for parts in (module._parameters, module._buffers, module._modules):
                 changes += [f"{name_of(parts)}[{name!r}] is not {name_of(part)}" for name, part in parts.items()]
-            order = [name for name, _ in module._modules.items()]
             changes.append(f"len({name_of(vars(module))}) != {len(vars(module))}")
-            children = name_of(module._modules)
-            changes.append(f"[*{children}] != {name_of(order)}" if order else children)
+            if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):  # others' passes do not iterate
+                changes.append(f"[*{name_of(module._modules)}] != {name_of([*module._modules])}")
         own_classes = {base: None for module in self._modules.values() for base in _own_classes(module)}
         changes += [f"len({name_of(vars(base))}) != {len(vars(base))}" for base in own_classes]
         methods = [part for base in own_classes for part in map(_function, vars(base).values())]
-        read, holders = {*_READ_BY_TORCH}, [*self._modules.values(), *self.tensors.values()]
+        read, holders = {*_CALLED}, [*self._modules.values(), *self.tensors.values()]
         holders += [part for part in methods if isinstance(part, FunctionType)]
         for (code, _), names in self._codes.items():
             for name, use in self._names[code, id(names)]:
@@ -589,7 +588,7 @@ class _Watch:
                 holders += [value for value in kept.values() if isinstance(value, FunctionType)]
             own = vars(holder) if hasattr(holder, "__dict__") else {}
             kind = holder if isinstance(holder, type) else type(holder)
-            for name in read | _settings(holder):
+            for name in read | self._names_in_torch:
                 places = [place for place in (own, *map(vars, _own_classes(kind))) if name in place]
                 if not places:
                     continue
@@ -597,6 +596,8 @@ class _Watch:
                 if isinstance(value, FunctionType):
                     holders.append(value)
                 elif not (id(value) in self.tensors or _is_plain(value) or _is_of_torch(value)):
+                    if name not in read:
+                        continue
                     raise ValueDependent(f"it reads {name!r}, a {type(value).__name__} that may change")
                 is_method = isinstance(value, FunctionType) and name not in own
                 place, value = (kind, getattr(kind, name)) if is_method else (holder, value)
@@ -611,6 +612,8 @@ class _Watch:
         is_torch = _is_in_torch(code)
         if code.co_filename == _HERE or event not in ("call", "c_call"):
             return
+        if is_torch:
+            self._names_in_torch.update(code.co_names, (value for value in code.co_consts if type(value) is str))
         if not is_torch and event == "call":
             self._codes[code, id(frame.f_globals)] = frame.f_globals
         elif not is_torch and not _is_pure(called):
@@ -674,12 +677,6 @@ def _own_classes(holder: Any) -> list[type]:
     """The classes that a class or an object is of, without torch's."""
     bases = (holder if isinstance(holder, type) else type(holder)).__mro__
     return [base for base in bases if base is not object and base is not FunctionType and not _is_of_torch(base)]
-
-
-def _settings(holder: Any) -> set[str]:
-    """Names of what torch's code may read of a layer of its own."""
-    is_layer = isinstance(holder, nn.Module) and any(map(_is_of_torch, type(holder).__mro__[:-2]))
-    return {name for name, value in vars(holder).items() if _is_plain(value)} - _UNREAD if is_layer else set()
 
 
 def _function(value: Any) -> Any:

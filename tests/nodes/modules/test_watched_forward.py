@@ -14,10 +14,11 @@ import pytest
 import torch
 from gymnasium import spaces
 from small_env import SmallEnv
+from together import Together
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rollflow import Columns, Forward, RLModule, Rollout
+from rollflow import Columns, Forward, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import ConnectorV2
 from rollflow.stream.data.tree import leaves_of
 
@@ -533,6 +534,30 @@ def test_what_does_the_same_at_every_call_is_replayed(kind: str) -> None:
     (ours, explained), (theirs, _) = (columns_of(next(modules), flat, env) for flat in (None, False))
     assert ours == theirs
     assert f"{FLAT}, inline" in explained, explained
+
+
+def test_agents_modules_are_replayed_or_not_each_by_itself() -> None:
+    """One that does the same at every call, and one that counts its calls."""
+    found = []
+    for flat in (None, False):
+        torch.manual_seed(0)
+        with MultiAgentRollout(
+            lambda: Together({"same": Drawing(), "counts": Drawing()}),
+            module={"same": made(), "counts": made(counts_on_itself)},
+            agent_to_module_mapping_fn=lambda agent, episode: agent,
+            forward=Forward(flat=flat),
+            num_envs=2,
+            fragment_length=50,
+            num_fragments=8,
+            seed=3,
+        ) as rollout:
+            parts = [part for each in rollout.fragments() for part in each.by_module().values()]
+            columns = [part.column(name) for part in parts for name in part.columns]
+            found.append([leaf.tobytes() for column in columns for leaf in leaves_of(column)])
+            explained = str(rollout.explain())
+        ways = f"'same' {FLAT}, 'counts' forward pass not flat: counts_on_itself stores 'calls', inline"
+        assert flat is False or ways in explained, explained
+    assert found[0] == found[1]
 
 
 # What is replayed until it changes
