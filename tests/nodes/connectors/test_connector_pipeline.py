@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 from numbered_agents import NumberedAgents
+from piece_forms import Breaks
 
 from rollflow import (
     ConnectorV2,
@@ -145,36 +146,27 @@ class Slots(LaneEpisodes):
         return self.row
 
 
-class Given(ConnectorV2):
-    """Remembers in which form it was given the episodes."""
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        self.form = type(episodes)
-        return batch
-
-
-class GivenColumns(Given):
-    columnar = True
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_piece_gets_columns_where_all_pieces_after_it_take_them(nested: bool) -> None:
-    pieces = [GivenColumns(), Given(), GivenColumns(), Given(), GivenColumns(), GivenColumns()]
+    forms: list[Any] = []
+
+    def note_form(episodes: Any) -> None:
+        forms.append(type(episodes))
+
+    pieces = [LambdaConnector(note_form, columnar=columnar) for columnar in (True, False, True, False, True, True)]
     connectors = [*pieces[:2], ConnectorPipelineV2(connectors=pieces[2:5]), pieces[5]] if nested else pieces
     episodes = Slots()
     ConnectorPipelineV2(connectors=connectors)(rl_module=None, batch={}, episodes=episodes)
-    assert [piece.form for piece in pieces] == [list] * 4 + ([list] if nested else [Slots]) + [Slots]
+    assert forms == [list] * 4 + ([list] if nested else [Slots]) + [Slots]
     assert episodes.listed == 1
 
 
 def test_items_of_a_custom_piece_are_batched_beside_columns() -> None:
-    class Doubled(ConnectorV2):
-        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-            for episode in self.single_agent_episode_iterator(episodes):
-                self.add_batch_item(batch, "doubled", 2 * episode.get_observations(-1), episode)
-            return batch
+    def double(batch: dict[str, Any], episodes: Any) -> None:
+        for episode in ConnectorV2.single_agent_episode_iterator(episodes):
+            ConnectorV2.add_batch_item(batch, "doubled", 2 * episode.get_observations(-1), episode)
 
-    pipeline = EnvToModulePipeline.default(custom_pieces=[Doubled()])
+    pipeline = EnvToModulePipeline.default(custom_pieces=[LambdaConnector(double)])
     batch = pipeline(rl_module=object(), episodes=Slots(), explore=True)
     assert batch["obs"].tolist() == [0.0, 1.0, 2.0]
     assert batch["doubled"].tolist() == [0.0, 2.0, 4.0]
@@ -255,12 +247,8 @@ def test_a_piece_that_returns_no_batch_is_named_with_its_place() -> None:
 
 
 def test_an_error_in_a_piece_says_in_which() -> None:
-    class Breaks(ConnectorV2):
-        def __call__(self, **kwargs: Any) -> Any:
-            raise ZeroDivisionError("no")
-
     with pytest.raises(ZeroDivisionError) as raised:
-        calls(ConnectorPipelineV2(connectors=[Breaks()]))
+        calls(ConnectorPipelineV2(connectors=[Breaks(at=1)]))
     assert raised.value.__notes__ == ["in connector piece 'Breaks' (1 of 1 in ConnectorPipelineV2)"]
 
 
@@ -353,20 +341,6 @@ def test_a_piece_in_a_pipeline_of_another_kind_is_refused(
         pipeline().append(made)
 
 
-class Halves(ConnectorV2):
-    columnar = True
-
-    def __init__(self, *args: Any, kind: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kind = kind
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        values = episodes.observations() if self.kind == "observations" else episodes.previous("rewards")
-        if values is not None:
-            values /= 2
-        return batch
-
-
 def short_rollout(piece: ConnectorV2, agents: bool) -> Any:
     """A rollout of one fragment, of one agent or several."""
     options: Any = {"env_to_module_connector": lambda env: piece, "fragment_length": 4, "num_fragments": 1}
@@ -378,27 +352,15 @@ def short_rollout(piece: ConnectorV2, agents: bool) -> Any:
 @pytest.mark.parametrize("kind", ["observations", "rewards"])
 @pytest.mark.parametrize("agents", [False, True])
 def test_columns_that_are_written_to_in_place_are_refused(kind: str, *, agents: bool) -> None:
-    with pytest.raises(ValueError, match="read-only") as raised, short_rollout(Halves(kind=kind), agents) as rollout:
+    def halve(episodes: Any) -> None:
+        values = episodes.observations() if kind == "observations" else episodes.previous("rewards")
+        if values is not None:
+            values /= 2
+
+    piece = LambdaConnector(halve, columnar=True)
+    with pytest.raises(ValueError, match="read-only") as raised, short_rollout(piece, agents) as rollout:
         list(rollout.fragments())
-    assert any("Halves" in note for note in raised.value.__notes__)
-
-
-class Doubles(ConnectorV2):
-    """Doubles `obs` of the batch, in place or not, once it has kept the array."""
-
-    columnar = True
-
-    def __init__(self, *, in_place: bool) -> None:
-        super().__init__()
-        self._in_place, self.obs = in_place, np.empty(0)
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        self.obs = batch["obs"]
-        if self._in_place:
-            batch["obs"] *= 2
-        else:
-            batch["obs"] = batch["obs"] * 2
-        return batch
+    assert any("'halve'" in note for note in raised.value.__notes__)
 
 
 class Watches(DefaultModule):
@@ -411,51 +373,52 @@ class Watches(DefaultModule):
         return super()._forward(batch, **kwargs)
 
 
-def with_piece(piece: ConnectorV2, **options: Any) -> Rollout:
+def with_piece(function: Any, **options: Any) -> Rollout:
     """A rollout of CartPole with a piece right behind that which adds the observations."""
+    piece = LambdaConnector(function, columnar=True)
     rollout = Rollout("CartPole-v1", num_envs=4, fragment_length=4, num_fragments=1, seed=0, **options)
     rollout.env_to_module.insert_after("AddObservationsFromEpisodesToBatch", piece)
     return rollout
 
 
 def test_observations_of_a_batch_that_are_written_to_in_place_are_refused() -> None:
-    with pytest.raises(ValueError, match="read-only") as raised, with_piece(Doubles(in_place=True)) as rollout:
+    def double(batch: dict[str, Any]) -> None:
+        batch["obs"] *= 2
+
+    with pytest.raises(ValueError, match="read-only") as raised, with_piece(double) as rollout:
         list(rollout.fragments())
     assert any("batch['obs'] = batch['obs'] * 2 rather than" in note for note in raised.value.__notes__)
 
 
 def test_other_observations_of_the_batch_leave_the_recorded_ones() -> None:
-    piece = Doubles(in_place=False)
-    with with_piece(piece, module=Watches) as rollout:
+    seen = []
+
+    def double(batch: dict[str, Any]) -> dict[str, Any]:
+        seen.append(batch["obs"])
+        return {**batch, "obs": batch["obs"] * 2}
+
+    with with_piece(double, module=Watches) as rollout:
         [fragment] = rollout.fragments()
     rows = fragment.columns["obs"].tree
-    np.testing.assert_array_equal(piece.obs, rows[-1])  # of which no pass is made any more
+    np.testing.assert_array_equal(seen[-1], rows[-1])  # of which no pass is made any more
     np.testing.assert_array_equal(Watches.given[0], 2 * rows[-2])
 
 
 @pytest.mark.filterwarnings("error")
 def test_recorded_rows_go_to_the_module_without_a_copy_though_pieces_see_them_read_only() -> None:
-    class Keeps(Doubles):
-        columnar = True
-
-        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-            self.obs = batch["obs"]
-            return batch
-
-    piece = Keeps(in_place=False)
-    with with_piece(piece, module=Watches) as rollout:
+    seen: list[Any] = []
+    with with_piece(lambda batch: seen.append(batch["obs"]), module=Watches) as rollout:
         [fragment] = rollout.fragments()
-    assert not piece.obs.flags.writeable
+    assert not seen[-1].flags.writeable
     assert np.shares_memory(Watches.given[0], fragment.columns["obs"].tree)
 
 
 def test_a_piece_that_reads_columns_without_saying_so_is_told_how_to_say_it() -> None:
-    class Forgets(Halves):
+    class Forgets(ConnectorV2):
         def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            episodes.observations()
-            return batch
+            return batch | {"mine": episodes.observations()}
 
-    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Forgets(kind="observations"))
+    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Forgets())
     with pytest.raises(AttributeError) as raised, rollout:
         list(rollout.fragments())
     assert any("sets columnar = True in its own class" in note for note in raised.value.__notes__)

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from rollflow import ConnectorV2, SingleAgentEpisode
-from rollflow.nodes import ConnectorPipelineV2
+from rollflow.nodes import ConnectorPipelineV2, LambdaConnector
 from rollflow.stream import ConnectorError
 from rollflow.stream.data.space import one_hot
 from rollflow.stream.testing import check
@@ -193,19 +193,15 @@ def test_a_piece_built_by_itself_has_recomputed_its_spaces() -> None:
 
 
 def test_a_constructor_may_go_on_from_what_was_recomputed() -> None:
-    class GoesOn(ConnectorV2):
-        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
-            self.size = in_obs.n
-            return in_obs
-
-        def __call__(self, **kwargs: Any) -> Any:
-            return kwargs["batch"]
-
-    class Buffers(GoesOn):
+    class Buffers(OneHot):
         def __init__(self, *spaces: Any) -> None:
             super().__init__(*spaces)
             self.buffer = np.zeros(self.size)
             self.observation_space = Discrete(9)
+
+        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+            self.size = in_obs.n
+            return in_obs
 
     piece = Buffers(Discrete(4), Discrete(2))
     assert (piece.buffer.shape, piece.observation_space, piece.action_space) == ((4,), Discrete(9), Discrete(2))
@@ -223,16 +219,11 @@ def test_an_argument_that_no_class_knows_is_refused() -> None:
 
 
 def test_what_is_no_space_is_refused() -> None:
-    class Forgets(ConnectorV2):
-        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> Any:
-            Box(0.0, 1.0, (in_obs.n,), np.float32)
-
-        def __call__(self, **kwargs: Any) -> Any:
-            return kwargs["batch"]
-
+    nothing: Any = lambda *spaces: None  # noqa: E731
+    forgets = LambdaConnector(lambda batch: None, name="Forgets", observation_space=nothing)
     told = "Forgets: recompute_output_observation_space returned None, NoneType, expected a gymnasium space"
     with pytest.raises(ConnectorError, match=told):
-        Forgets(Discrete(2)).observation_space  # noqa: B018
+        forgets.set_input_spaces(Discrete(2), None)
     with pytest.raises(ConnectorError, match="OneHot: input_action_space is 2, int, expected a gymnasium space"):
         OneHot(Discrete(2)).input_action_space = 2  # type: ignore[assignment]
 

@@ -149,11 +149,14 @@ each_place = pytest.mark.parametrize(
 )
 
 
-class Still(RLModule):
-    """Chooses 0."""
+class Middle(RLModule):
+    """Chooses 0, the middle of -1 to 1."""
+
+    def setup(self) -> None:
+        self.bias = torch.nn.Parameter(torch.zeros(1))
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": torch.zeros(len(batch["obs"]), 1)}
+        return {"actions": torch.zeros(len(batch["obs"]), 1) + self.bias}
 
 
 def one_push(step: int) -> float:
@@ -183,7 +186,7 @@ def test_noise_decays_by_theta_until_the_episode_ends(where: Any, pieces: list[C
     lengths = (5, 9)
     makers: Any = [lambda n=n: gym.make("Pendulum-v1", max_episode_steps=n) for n in lengths]
     drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
-    options: Any = {"module": Still, "fragment_length": 4, "num_fragments": 3, "seed": 0}
+    options: Any = {"module": Middle, "fragment_length": 4, "num_fragments": 3, "seed": 0}
     with Rollout(
         makers, lanes=1, where=where, module_to_env_connector=lambda env: [drifts, *pieces], **options
     ) as rollout:
@@ -221,7 +224,7 @@ def test_the_noise_of_each_of_several_agents_goes_on_with_its_own_steps() -> Non
     drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
     with MultiAgentRollout(
         Pair,
-        module=Still,
+        module=Middle,
         num_envs=2,
         fragment_length=8,
         num_fragments=1,
@@ -250,16 +253,6 @@ class Heater(SmallEnv):
 def heaters() -> Together:
     """A `Heater` for each of two agents."""
     return Together({"a": Heater(), "b": Heater()})
-
-
-class Middle(Still):
-    """Chooses 0, the middle of -1 to 1."""
-
-    def setup(self) -> None:
-        self.bias = torch.nn.Parameter(torch.zeros(1))
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": torch.zeros(len(batch["obs"]), 1) + self.bias}
 
 
 def scaled(noise: Any) -> list[ConnectorV2]:

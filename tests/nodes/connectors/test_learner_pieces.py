@@ -28,6 +28,7 @@ from rollflow.nodes import (
     ClipRewards,
     ComputeReturnsToGo,
     DefaultModule,
+    LambdaConnector,
     LearnerConnectorPipeline,
     NStepReturns,
 )
@@ -217,8 +218,8 @@ class TensApart(Tens):
         return 10.0 * batch["obs"].float()
 
 
-def traced(*episodes: Any, module: Any = None, **kwargs: Any) -> tuple[list[float], list[float]]:
-    batch = batch_of(VTrace(gamma=0.5, **kwargs), *episodes, module=module or Tens())
+def traced(*episodes: Any, module: Any = None, piece: Any = VTrace, **kwargs: Any) -> tuple[list[float], list[float]]:
+    batch = batch_of(piece(gamma=0.5, **kwargs), *episodes, module=module or Tens())
     assert sorted(batch) == ["advantages", "value_targets"]
     assert batch["advantages"].dtype == batch["value_targets"].dtype == np.float32
     return batch["value_targets"].tolist(), batch["advantages"].tolist()
@@ -332,17 +333,12 @@ def test_several_steps_at_once_are_refused_of_a_stateful_module() -> None:
 # Advantages
 
 
-def estimated(*episodes: SingleAgentEpisode, module: Any = None, **kwargs: Any) -> tuple[list[float], list[float]]:
-    piece = GeneralAdvantageEstimation(gamma=0.5, lambda_=0.5, **{"normalize_advantages": False, **kwargs})
-    batch = piece(rl_module=module or Tens(), batch={}, episodes=list(episodes))
-    columns = [np.concatenate([np.concatenate(items) for items in batch[name].values()]) for name in batch]
-    assert list(batch) == ["advantages", "value_targets"]
-    return columns[0].tolist(), columns[1].tolist()
+estimated = partial(traced, piece=GeneralAdvantageEstimation, lambda_=0.5, normalize_advantages=False)
 
 
 def test_three_steps_by_hand_up_to_a_termination() -> None:
     # deltas 1 + 2 - 2 = 1,  1 + 3 - 4 = 0,  1 + 0 - 6 = -5;  each advantage adds a quarter of the next
-    advantages, targets = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True))
+    targets, advantages = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True))
     assert advantages == [1.0 - 0.25 * 1.25, -1.25, -5.0]
     assert targets == [2.0 + advantages[0], 2.75, 1.0]
 
@@ -350,15 +346,13 @@ def test_three_steps_by_hand_up_to_a_termination() -> None:
 @pytest.mark.parametrize("ends", [{"truncated": True}, {}], ids=str)
 def test_a_chunk_that_goes_on_counts_its_last_observations_value(ends: dict[str, bool]) -> None:
     # the last delta is 1 + 0.5 * 30 - 6 = 10
-    advantages, _ = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], **ends))
+    _, advantages = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], **ends))
     assert advantages == [1.0 + 0.25 * 2.5, 2.5, 10.0]
 
 
 def test_values_that_were_not_recorded_are_computed() -> None:
     # values 0, 10 and, after the end of the chunk, 20: deltas 1 + 5 - 0 = 6,  1 + 10 - 10 = 1
-    advantages, targets = estimated(episode([1.0, 1.0]))
-    assert advantages == [6.25, 1.0]
-    assert targets == [6.25, 11.0]
+    assert estimated(episode([1.0, 1.0])) == ([6.25, 11.0], [6.25, 1.0])
 
 
 def test_episodes_do_not_reach_into_each_other() -> None:
@@ -366,11 +360,11 @@ def test_episodes_do_not_reach_into_each_other() -> None:
         episode([1.0, 1.0], values=[2.0, 4.0], terminated=True),
         episode([3.0], values=[5.0], terminated=True),
     )
-    assert estimated(first, second)[0] == estimated(first)[0] + estimated(second)[0]
+    assert estimated(first, second)[1] == estimated(first)[1] + estimated(second)[1]
 
 
 def test_advantages_may_be_normalised_over_the_batch() -> None:
-    advantages, targets = estimated(
+    targets, advantages = estimated(
         episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True), normalize_advantages=True
     )
     assert np.mean(advantages) == pytest.approx(0.0, abs=1e-6)
@@ -617,16 +611,11 @@ def test_next_observations_and_infos_are_those_of_the_step_after_and_before(opti
     assert [info["number"] for info in batch["infos"]] == (10_000 * before[:, 1] + before[:, 2]).tolist()
 
 
-class Doubled(ConnectorV2):
-    """Makes twice each observation of `obs`, and of each chunk's last one."""
-
-    columnar = False
-
-    def __call__(self, *, batch: Any, episodes: Any, shared_data: Any, **kwargs: Any) -> Any:
-        for each in episodes:
-            self.add_n_batch_items(batch, "obs", 2 * each.get_observations(slice(0, len(each))), len(each), each)
-        shared_data[LAST_OBSERVATIONS] = np.stack([2 * each.get_observations(-1) for each in episodes])
-        return batch
+def double(batch: Any, episodes: Any, shared_data: Any) -> None:
+    """Make twice each observation of `obs`, and of each chunk's last one."""
+    for each in episodes:
+        ConnectorV2.add_n_batch_items(batch, "obs", 2 * each.get_observations(slice(0, len(each))), len(each), each)
+    shared_data[LAST_OBSERVATIONS] = np.stack([2 * each.get_observations(-1) for each in episodes])
 
 
 MAKES_NEXT: list[Callable[[], ConnectorV2]] = [
@@ -641,7 +630,7 @@ def test_next_observations_are_made_as_the_batchs_observations_were(make: Callab
     columns = FragmentEpisodes(fragments)
     plain, doubled = (
         LearnerConnectorPipeline.default(custom_pieces=[*pieces, make()])(rl_module=module, episodes=columns)
-        for pieces in ([], [Doubled()])
+        for pieces in ([], [LambdaConnector(double)])
     )
     assert torch.equal(doubled["obs"], 2 * plain["obs"])
     assert torch.equal(doubled["new_obs"], 2 * plain["new_obs"])

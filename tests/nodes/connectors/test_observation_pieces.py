@@ -62,56 +62,46 @@ def test_a_preprocessor_rewrites_each_last_observation_and_leaves_the_batch() ->
     assert episodes[0].observation_space == spaces.Box(0.0, 1.0, (3,), np.float32)
 
 
-def test_a_preprocessors_parameters_may_have_other_names() -> None:
-    class Counts(ObservationPreprocessor):
-        def preprocess(self, obs: Any, ep: Any) -> Any:
-            return obs * 0 + len(ep)
-
-    class Named(ObservationPreprocessor):
-        def preprocess(self, obs: Any, **others: Any) -> Any:
-            return obs * 0 + len(others["episode"]) + 1
-
-    class Older(ObservationPreprocessor):
-        def preprocess(self, obs: Any, scale: float = 3.0) -> Any:
-            return obs * scale
-
-    for piece, made in ((Counts(), 0), (Named(), 1), (Older(), 3)):
-        episode = SingleAgentEpisode(observations=[np.ones(3, np.float32)])
-        piece(rl_module=None, batch={}, episodes=[episode])
-        assert episode.get_observations(-1).tolist() == [made] * 3
+@pytest.mark.parametrize(
+    ("preprocess", "made"),
+    [
+        (lambda self, obs, ep: obs * 0 + len(ep), 0),
+        (lambda self, obs, **others: obs * 0 + len(others["episode"]) + 1, 1),
+        (lambda self, obs, scale=3.0: obs * scale, 3),
+    ],
+    ids=["positional", "keywords", "a default"],
+)
+def test_a_preprocessors_parameters_may_have_other_names(preprocess: Any, made: int) -> None:
+    episode = SingleAgentEpisode(observations=[np.ones(3, np.float32)])
+    call(type("Own", (ObservationPreprocessor,), {"preprocess": preprocess})(), [episode])
+    assert episode.get_observations(-1).tolist() == [made] * 3
 
 
-class WritesFloats(ConnectorV2):
-    """Adds a hundred to the newest observation and to the action before it, by halves, as floats."""
-
-    halves = 200
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.set_observations(new_data=episode.get_observations(-1) + self.halves / 2, at_indices=-1)
-            if len(episode):
-                episode.set_actions(new_data=[float(episode.get_actions(-1) + 100)], at_indices=[-1])
-                episode.set_rewards(new_data=[episode.get_rewards(-1) + 0.5], at_indices=slice(-1, None))
-        return batch
+def write_floats(episodes: Any, added: float = 100.0) -> None:
+    """Add a hundred to the newest observation and to the action before it, as floats."""
+    for episode in episodes:
+        episode.set_observations(new_data=episode.get_observations(-1) + added, at_indices=-1)
+        if len(episode):
+            episode.set_actions(new_data=[float(episode.get_actions(-1) + 100)], at_indices=[-1])
+            episode.set_rewards(new_data=[episode.get_rewards(-1) + 0.5], at_indices=slice(-1, None))
 
 
-class WritesFractions(WritesFloats):
-    halves = 201
+def write_fractions(episodes: Any) -> None:
+    write_floats(episodes, 100.5)
 
 
-class WritesFractionalActions(ConnectorV2):
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            if len(episode) > 1:
-                episode.set_actions(new_data=[50.0, 1.5], at_indices=[-2, -1])
-        return batch
+def write_fractional_actions(episodes: Any) -> None:
+    for episode in episodes:
+        if len(episode) > 1:
+            episode.set_actions(new_data=[50.0, 1.5], at_indices=[-2, -1])
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 def test_a_rollouts_integer_columns_take_whole_number_floats(mode: str) -> None:
     envs, makers = numbered_envs(2, lengths=(1, 4))
     vector = gym.vector.SyncVectorEnv(makers, autoreset_mode=mode)
-    with Rollout(vector, fragment_length=8, num_fragments=3, env_to_module_connector=lambda _: WritesFloats()) as run:
+    writes = LambdaConnector(write_floats)
+    with Rollout(vector, fragment_length=8, num_fragments=3, env_to_module_connector=lambda _: writes) as run:
         chunks = [chunk for fragment in run.fragments() for chunk in fragment.episodes()]
     steps = 0
     for chunk in chunks:
@@ -126,10 +116,10 @@ def test_a_rollouts_integer_columns_take_whole_number_floats(mode: str) -> None:
     assert all(isinstance(each[2], int) and each[2] < 7 for env in envs for each in env.log)
 
 
-@pytest.mark.parametrize("piece", [WritesFractions, WritesFractionalActions])
-def test_a_rollouts_integer_columns_refuse_fractions(piece: type[ConnectorV2]) -> None:
+@pytest.mark.parametrize("write", [write_fractions, write_fractional_actions])
+def test_a_rollouts_integer_columns_refuse_fractions(write: Any) -> None:
     _, makers = numbered_envs(2, lengths=(5, 9))
-    made = Rollout(makers, fragment_length=8, env_to_module_connector=lambda _: piece())
+    made = Rollout(makers, fragment_length=8, env_to_module_connector=lambda _: LambdaConnector(write))
     with pytest.raises(ColumnError, match=r"column '(obs|actions)': got float64\[.*\], expected int64"), made:
         next(iter(made.fragments()))
 

@@ -354,14 +354,9 @@ def test_a_module_without_distributions_needs_an_action_space() -> None:
 def test_a_logit_that_is_no_number_is_told_with_its_lane_step_and_slots(made: Any) -> None:
     logits = made((5, 2))
     logits[1, 0] = logits[4, 1] = torch.nan
-    told = "'action_dist_inputs' is NaN in lane 2, vector step 17, slot 1, 4"
-    with pytest.raises(ModuleError, match=told):
-        call(
-            GetActions(None, spaces.Discrete(2)),
-            {"action_dist_inputs": logits},
-            explore=True,
-            shared_data={"lane": 2, "step": 17},
-        )
+    batch, shared = {"action_dist_inputs": logits}, {"lane": 2, "step": 17}
+    with pytest.raises(ModuleError, match="'action_dist_inputs' is NaN in lane 2, vector step 17, slot 1, 4"):
+        call(GetActions(None, spaces.Discrete(2)), batch, explore=True, shared_data=shared)
 
 
 def test_logits_that_rule_actions_out_are_no_error() -> None:
@@ -377,24 +372,27 @@ BOX = spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([3.0, 0.5], np.floa
 ACTIONS = arrays.arrays(np.float32, (3, 2), elements=st.floats(-5, 5, width=32))
 
 
+def brought(actions: Any, space: spaces.Space[Any] = BOX, *, normalize: bool = False, clip: bool = True) -> Any:
+    """The actions for the environments, brought into a space."""
+    piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=clip)
+    return call(piece, {"actions": actions})["actions_for_env"]
+
+
 @given(ACTIONS, st.booleans())
 def test_bounded_actions_come_to_lie_in_their_space(actions: np.ndarray[Any, Any], normalize: bool) -> None:
-    piece = NormalizeAndClipActions(None, BOX, normalize_actions=normalize, clip_actions=not normalize)
-    brought = call(piece, {"actions": actions})["actions_for_env"]
-    assert all(action in BOX for action in brought)
-    again = call(piece, {"actions": brought})["actions_for_env"]
+    bounded = brought(actions, normalize=normalize, clip=not normalize)
+    assert all(action in BOX for action in bounded)
     if not normalize:
-        np.testing.assert_array_equal(again, brought)
+        np.testing.assert_array_equal(brought(bounded), bounded)
 
 
 @given(ACTIONS, st.booleans())
 def test_rows_at_once_and_items_one_by_one_are_brought_to_the_same(
     actions: np.ndarray[Any, Any], normalize: bool
 ) -> None:
-    piece = NormalizeAndClipActions(None, BOX, normalize_actions=normalize, clip_actions=True)
-    at_once = call(piece, {"actions": actions})["actions_for_env"]
+    at_once = brought(actions, normalize=normalize)
     for items in ({("a",): list(actions)}, list(actions)):
-        one_by_one = call(piece, {"actions": items})["actions_for_env"]
+        one_by_one = brought(items, normalize=normalize)
         stacked = np.stack(one_by_one if isinstance(one_by_one, list) else one_by_one[("a",)])
         assert stacked.dtype == at_once.dtype
         np.testing.assert_array_equal(stacked, at_once)
@@ -414,20 +412,17 @@ WHOLE_BOX = spaces.Box(np.array([-128, 0], np.int8), np.array([127, 10], np.int8
     ids=["floats", "whole numbers", "a wider type"],
 )
 def test_actions_are_brought_into_their_box_by_hand(space: Any, normalize: bool, actions: Any, expected: Any) -> None:
-    piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=not normalize)
-    brought = call(piece, {"actions": np.array(actions)})["actions_for_env"]
-    assert (brought.dtype, brought.tolist()) == (space.dtype, expected)
+    given = brought(np.array(actions), space, normalize=normalize, clip=not normalize)
+    assert (given.dtype, given.tolist()) == (space.dtype, expected)
 
 
 def test_parts_of_an_action_are_brought_into_bounds_each_by_itself() -> None:
     space = spaces.Dict({"go": BOX, "turn": spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (1,))])})
-    piece = NormalizeAndClipActions(None, space, normalize_actions=False, clip_actions=True)
-    batched = {"go": np.array([[9.0, 9.0]]), "turn": (np.array([2]), np.array([[-4.0]]))}
-    brought = call(piece, {"actions": batched})["actions_for_env"]
-    assert brought["go"].tolist() == [[3.0, 0.5]]
-    assert [part.tolist() for part in brought["turn"]] == [[2], [[-1.0]]]
+    batched = brought({"go": np.array([[9.0, 9.0]]), "turn": (np.array([2]), np.array([[-4.0]]))}, space)
+    assert batched["go"].tolist() == [[3.0, 0.5]]
+    assert [part.tolist() for part in batched["turn"]] == [[2], [[-1.0]]]
     item = {"go": np.array([9.0, 9.0]), "turn": (2, np.array([-4.0]))}
-    one = call(piece, {"actions": {("a",): [item]}})["actions_for_env"][("a",)][0]
+    one = brought({("a",): [item]}, space)[("a",)][0]
     assert (one["go"].tolist(), one["turn"][0], one["turn"][1].tolist()) == ([3.0, 0.5], 2, [-1.0])
 
 
@@ -435,10 +430,8 @@ def test_a_box_with_some_bounds_is_clipped_to_those_and_never_normalized() -> No
     space = spaces.Box(np.array([0.0, -np.inf], np.float32), np.array([np.inf, np.inf], np.float32))
     actions = np.array([[-3.0, -3.0]], np.float32)
     for normalize in (False, True):
-        piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=True)
-        assert call(piece, {"actions": actions})["actions_for_env"].tolist() == [[0.0, -3.0]]
-    piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=False)
-    assert call(piece, {"actions": actions})["actions_for_env"].tolist() == [[-3.0, -3.0]]
+        assert brought(actions, space, normalize=normalize).tolist() == [[0.0, -3.0]]
+    assert brought(actions, space, normalize=True, clip=False).tolist() == [[-3.0, -3.0]]
     piece = NormalizeAndClipActions(None, space, normalize_actions=False, clip_actions=False)
     assert call(piece, {"actions": actions}).keys() == {"actions"}
 
@@ -457,22 +450,19 @@ def test_floats_for_a_box_of_whole_numbers_are_rounded_and_clipped(dtype: Any) -
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     space = spaces.Box(low, high, (1,), dtype)
     actions = np.array([[-1e30], [-3.4], [0.5], [1.5], [300.0], [1e30]])
-    clip = NormalizeAndClipActions(None, space, normalize_actions=False, clip_actions=True)
-    brought = call(clip, {"actions": actions})["actions_for_env"]
-    assert brought.dtype == dtype
-    assert [int(number) for number in brought.ravel()] == [
+    clipped = brought(actions, space)
+    assert clipped.dtype == dtype
+    assert [int(number) for number in clipped.ravel()] == [
         min(max(number, low), high) for number in (-(10**30), -3, 0, 2, 300, 10**30)
     ]
-    normalize = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
-    ends = call(normalize, {"actions": np.array([[-1.0], [1.0], [-7.0], [7.0]], np.float32)})["actions_for_env"]
+    ends = brought(np.array([[-1.0], [1.0], [-7.0], [7.0]], np.float32), space, normalize=True)
     assert [int(number) for number in ends.ravel()] == [low, high, low, high]
 
 
 def test_whole_numbers_are_not_normalized() -> None:
-    piece = NormalizeAndClipActions(None, spaces.Box(0, 9, (1,), np.uint8), normalize_actions=True, clip_actions=True)
     text = r"'actions' are uint8\[2, 1\], expected floats from -1 to 1 to be normalized"
     with pytest.raises(ConnectorError, match=text):
-        call(piece, {"actions": np.zeros((2, 1), np.uint8)})
+        brought(np.zeros((2, 1), np.uint8), spaces.Box(0, 9, (1,), np.uint8), normalize=True)
 
 
 # Items for the environments

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from graph_rows import Gate, Ring, double, drawn, keep, once as numbers, show, split
+from graph_rows import Collect, Gate, Ring, double, drawn, keep, once as numbers, show, split
 
 from rollflow import Graph
 from rollflow.stream import GraphError
@@ -255,13 +255,6 @@ class Doubling:
         return drawn("source >1 double", *ways, outputs={"numbers": "double"}, source=numbers, double=double, **nodes)
 
 
-class Keeps:
-    """A sink that knows nothing of the graph."""
-
-    def __call__(self, number: int) -> None:
-        pass
-
-
 class Asks:
     """A sink that takes down what leads to it, and has every `Doubling` among it have one part more."""
 
@@ -287,16 +280,16 @@ def test_nodes_themselves_are_ends_of_edges() -> None:
     graph.connect(doubling.numbers, double)
     graph.connect(doubling, keep)
     graph.connect(double, keep)
-    another = Keeps()
+    another = Collect()
     graph.connect("known", another)
-    graph.connect("known", Keeps())
-    assert list(graph.nodes) == ["known", "doubling/source", "doubling/double", "keep", "keeps", "keeps_2"]
+    graph.connect("known", Collect())
+    assert list(graph.nodes) == ["known", "doubling/source", "doubling/double", "keep", "collect", "collect_2"]
     assert [edge.name for edge in graph.edges[1:]] == [
         "doubling/double.out → known.number",
         "doubling/double.out → keep.number",
         "known.out → keep.number",
-        "known.out → keeps.number",
-        "known.out → keeps_2.number",
+        "known.out → collect.item",
+        "known.out → collect_2.item",
     ]
     with pytest.raises(GraphError, match=r"'doubling.graph': node 'doubling' has no outlet 'graph'; outlets: numbers"):
         graph.connect(doubling.graph, another)

@@ -152,14 +152,13 @@ async def test_the_caller_is_busy_while_one_of_the_tasks_works_that_read_outputs
 
 @pytest.mark.anyio
 async def test_a_reader_that_waits_for_one_output_is_not_at_work_on_another() -> None:
-    class Both:
-        async def run(self, a: Outlet[int], b: Outlet[int]) -> None:
-            for number in range(20):
-                await a.send(number)
-                spin()
-                await b.send(number)
+    async def both(a: Outlet[int], b: Outlet[int]) -> None:
+        for number in range(20):
+            await a.send(number)
+            spin()
+            await b.send(number)
 
-    graph = drawn(outputs={"a": "both.a", "b": "both.b"}, both=Both())
+    graph = drawn(outputs={"a": "both.a", "b": "both.b"}, both=both)
     async with graph.run() as run:
         async for number in run["a"]:
             assert await run["b"].receive() == number

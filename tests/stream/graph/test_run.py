@@ -1,8 +1,9 @@
 """Runs of graphs: what flows, how they end, and the errors that reach their callers."""
 
+import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -84,17 +85,13 @@ async def test_a_stalled_reader_stops_the_source() -> None:
 @pytest.mark.parametrize("capacity", [3, 1])
 async def test_a_slow_sink_may_drop_and_every_drop_is_counted(capacity: int) -> None:
     complete, released = Collect(), anyio.Event()
+    kept: list[int] = []
 
-    class Slow:
-        def __init__(self) -> None:
-            self.items: list[int] = []
+    async def slow(items: Inlet[int]) -> None:
+        kept.append(await items.receive())
+        await released.wait()
+        kept.extend([item async for item in items])
 
-        async def run(self, items: Inlet[int]) -> None:
-            self.items.append(await items.receive())
-            await released.wait()
-            self.items += [item async for item in items]
-
-    slow = Slow()
     ways = "source >1 complete", f"source >drop_oldest{capacity} slow"
     graph = drawn(*ways, source=Numbers(50), slow=slow, complete=complete)
     async with graph.run() as run:
@@ -103,8 +100,8 @@ async def test_a_slow_sink_may_drop_and_every_drop_is_counted(capacity: int) -> 
         await run.wait()
         dropped = {edge.name: edge.dropped for edge in run.report().edges}
     assert complete.items == list(range(50))
-    assert slow.items[-capacity:] == list(range(50 - capacity, 50))
-    assert dropped == {"source.out → complete.item": 0, "source.out → slow.items": 50 - len(slow.items)}
+    assert kept[-capacity:] == list(range(50 - capacity, 50))
+    assert dropped == {"source.out → complete.item": 0, "source.out → slow.items": 50 - len(kept)}
 
 
 async def test_a_fan_out_passes_the_object_itself() -> None:
@@ -180,12 +177,13 @@ async def test_a_node_that_asks_for_it_has_the_report_before_its_first_item() ->
     assert {node.name: node.items for node in reported.report().nodes} == {"numbers": 3, "reported": 3}
 
 
-async def test_every_node_is_closed_even_when_one_close_raises() -> None:
-    class Bad(Collect):
-        def close(self) -> None:
-            super().close()
-            raise OSError("won't close")
+class Bad(Collect):
+    def close(self) -> None:
+        super().close()
+        raise OSError("won't close")
 
+
+async def test_every_node_is_closed_even_when_one_close_raises() -> None:
     bad, good = Bad(), Collect()
     graph = drawn("source >1 bad", "source >1 good", source=Numbers(1), bad=bad, good=good)
     with pytest.raises(OSError, match="won't close") as raised:
@@ -195,10 +193,6 @@ async def test_every_node_is_closed_even_when_one_close_raises() -> None:
 
 
 async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
-    class Bad(Collect):
-        def close(self) -> None:
-            raise OSError("won't close")
-
     graph = drawn("source >1 work > bad", source=Numbers(), work=fails_at(3), bad=Bad())
     with pytest.raises(ValueError, match="3 is too much") as raised:
         await ended(graph)
@@ -376,24 +370,19 @@ async def test_an_unknown_output_is_named() -> None:
 
 
 async def test_drain_delivers_a_send_that_is_under_way_on_any_outlet_of_a_source() -> None:
-    class Two:
-        def __init__(self) -> None:
-            self.given = 0
+    given: list[int] = []
 
-        async def run(self, first: Outlet[int], second: Outlet[int]) -> None:
-            while True:
-                self.given += 1
-                await first.send(self.given)
-                await second.send(self.given)
+    async def source(first: Outlet[int], second: Outlet[int]) -> None:
+        for number in itertools.count(1):
+            given.append(number)
+            await first.send(number)
+            await second.send(number)
 
-    source = Two()
-    graph = Graph()
-    graph.add(source=source)
-    graph.output("first", "source.first")
+    graph = drawn(outputs={"first": "source.first"}, source=source)
     graph.output("second", "source.second", capacity=9)
     async with graph.run() as run:
         await anyio.wait_all_tasks_blocked()
-        assert source.given == 2
+        assert given == [1, 2]
         run.stop()
         assert [item async for item in run["first"]] == [1, 2]
         assert [item async for item in run["second"]] == [1]
@@ -421,19 +410,14 @@ async def test_a_run_that_is_drained_before_its_source_has_begun_gives_nothing()
     assert (source.sent, first.items, second.items) == (0, [], [])
 
 
-class Turn(NamedTuple):
-    on: int | None
-    out: object | None
-
-
 class Sorter:
     """Sends numbers round, and lets anything else out."""
 
-    def start(self) -> Iterable[Turn]:
-        yield Turn(0, None)
+    def start(self) -> Iterable[Round]:
+        yield Round(0, None)
 
-    def __call__(self, item: Any) -> Turn:
-        return Turn(item + 1, None) if isinstance(item, int) else Turn(None, item)
+    def __call__(self, item: Any) -> Round:
+        return Round(item + 1, None) if isinstance(item, int) else Round(None, item)
 
 
 async def test_drain_delivers_what_comes_into_a_ring_from_elsewhere() -> None:
@@ -564,17 +548,11 @@ def graph_of(work: Callable[[int], Any], thread: str = "") -> Graph:
     return drawn("source >1 work", name="failing", thread=thread, outputs={"out": "work"}, source=three, work=work)
 
 
-def refuses(number: int) -> int:
-    if number == 2:
-        raise ValueError("2 is too much")
-    return number
-
-
 async def test_a_reader_does_not_take_a_failure_for_the_end_of_an_output() -> None:
     seen: list[int] = []
     ended = False
     with pytest.raises(ValueError, match="2 is too much"):
-        async with graph_of(refuses).run() as run:
+        async with graph_of(fails_at(2)).run() as run:
             async for number in run["out"]:
                 seen.append(number)  # noqa: PERF401  (the error comes in the middle)
             ended = True
@@ -585,7 +563,7 @@ async def test_a_reader_does_not_take_a_failure_for_the_end_of_an_output() -> No
 async def test_one_who_waits_does_not_take_a_failure_for_the_end_of_the_run() -> None:
     ended = False
     with pytest.raises(ValueError, match="2 is too much"):
-        async with graph_of(refuses).run() as run, anyio.create_task_group() as tasks:
+        async with graph_of(fails_at(2)).run() as run, anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(run["out"].receive)
             try:
