@@ -145,6 +145,16 @@ def checking_keywords(
     return checking
 
 
+def checking_constructor(**places: str) -> Callable[[type[T]], type[T]]:
+    """Decorator of a class whose constructor's keywords are checked: see `check_keywords`."""
+
+    def checking(cls: type[T]) -> type[T]:
+        cls.__init__ = checking_keywords(cls.__name__, places)(cls.__init__)  # type: ignore[method-assign]
+        return cls
+
+    return checking
+
+
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:
     """The seed of all that a rollout draws, and one for each slot where `seed` is a list of them, else None.
 

@@ -16,6 +16,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from rollflow.nodes.argument_checks import checking_constructor
 from rollflow.nodes.modules.distribution import ACTION_MASK, distribution_for, mask_logits, mask_width, places_of_inputs
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
@@ -39,6 +40,7 @@ Extent = int | tuple[int, int]
 ConvFilter = tuple[int, Extent, Extent]
 
 
+@checking_constructor()
 @dataclass(frozen=True)
 class DefaultModelConfig:
     """Sizes of layers, and activations by their names in `ACTIVATIONS`.

@@ -7,7 +7,7 @@ import torch
 
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, shown
 from rollflow.stream.data.tree import map_tree
 
 _OF_TORCH = ("state_dict", "load_state_dict", "eval")  # what acts has these
@@ -48,17 +48,23 @@ class GivenModule(RLModule):
             return super()._forward(batch, **kwargs)
         outputs = self.given(batch[Columns.OBS])
         is_named = isinstance(outputs, dict) and not {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}.isdisjoint(outputs)
-        return self._tensors(outputs if is_named else {Columns.ACTIONS: outputs})
+        return self._tensors(outputs, outputs if is_named else {Columns.ACTIONS: outputs})
 
     def _forward_exploration(self, batch: Batch, **kwargs: Any) -> Batch:
-        method = getattr(self.given, "forward_exploration", None)
-        return self._forward(batch, **kwargs) if method is None else self._tensors(method(batch, **kwargs))
+        return self._forward_by("forward_exploration", batch, **kwargs)
 
     def _forward_inference(self, batch: Batch, **kwargs: Any) -> Batch:
-        method = getattr(self.given, "forward_inference", None)
-        return self._forward(batch, **kwargs) if method is None else self._tensors(method(batch, **kwargs))
+        return self._forward_by("forward_inference", batch, **kwargs)
 
-    def _tensors(self, outputs: Any) -> Batch:
+    def _forward_by(self, name: str, batch: Batch, **kwargs: Any) -> Batch:
+        method = getattr(self.given, name, None)
+        if method is None:
+            return self._forward(batch, **kwargs)
+        outputs = method(batch, **kwargs)
+        return self._tensors(outputs, outputs)
+
+    def _tensors(self, gave: Any, outputs: Any) -> Batch:
+        """The module's outputs as tensors. Raises ModuleError, with what the policy gave, where they are none."""
         try:
             return {
                 name: torch.as_tensor(column) if isinstance(column, list) else map_tree(torch.as_tensor, column)
@@ -67,7 +73,7 @@ class GivenModule(RLModule):
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             name = getattr(self.given, "__qualname__", type(self.given).__name__)
             raise ModuleError(
-                f"{name} gave a {type(outputs).__name__} that is no dict of tensors or arrays ({error}), expected "
+                f"{name} gave {shown(gave)}, which is no tensor or array, nor a dict of those ({error}), expected "
                 "actions any[N, ...], or a dict of outputs with 'actions' or 'action_dist_inputs'"
             ).see("module") from error
 

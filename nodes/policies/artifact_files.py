@@ -191,6 +191,12 @@ def _reading(path: Path) -> Iterator[_Read]:
 def _read_in_folder(folder: Path, name: str, most: int) -> bytes:
     path = folder / name
     if path.is_symlink() or not path.is_file():
+        inside = sorted(each.parent for each in folder.glob(f"*/{MANIFEST}")) if name == MANIFEST else []
+        if inside:  # as the `save_policy` of several agents' rollout writes them
+            of = ", ".join(each.name for each in inside)
+            raise PolicyError(
+                f"{folder} has the policies of {of}: load one of them, such as Policy.load({str(inside[0])!r})"
+            )
         raise PolicyError(f"{name} is missing in {folder}, expected a file")
     size = path.stat().st_size
     _check_size(name, size, most)

@@ -142,6 +142,12 @@ class Watch:
 
 _RECORDS: dict[str, type[Forward | Timeouts | Watch]] = {"forward": Forward, "timeouts": Timeouts, "watch": Watch}
 
+# Keyword that no rollout has -> what is to be written instead.
+_ELSEWHERE = {
+    "complete_episodes": "rollout.batches(complete_episodes=…) or fragments(complete_episodes=…)",
+    "policy": "module=…",
+}
+
 
 class CommonKeywords(TypedDict, total=False):
     """Keywords that both kinds of rollouts take; see `Rollout`."""
@@ -298,7 +304,7 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
 
     Raises TypeError for a keyword that there is not, and ValueError.
     """
-    check_keywords(rollout, given, keywords.__annotations__, places_in(**_RECORDS))
+    check_keywords(rollout, given, keywords.__annotations__, places_in(**_RECORDS) | _ELSEWHERE)
     seed, slot_seeds = seeds_of(given.get("seed"))
     options = RolloutOptions(**dict(given, seed=seed, slot_seeds=slot_seeds))
     watch = options.watch

@@ -312,7 +312,7 @@ class ModuleToAgents:
         batch = acted(pipeline, lane.batches[place], lane.shown[place], lane.shared_data_of(place), context)
         if (lane.index, place) not in self._checked:
             self._checked.add((lane.index, place))
-            check_first_actions(batch, part.part.recorded_space, part.part.action_space, len(slots))
+            check_first_actions(batch, part.part.recorded_space, part.part.action_space, slots)
         convert_actions(batch, part.part.recorded_space, part.part.action_space)
         part.record_actions(slots, batch, place, lane.policy_versions[place])
         return slots, batch.get(Columns.ACTIONS_FOR_ENV), batch[Columns.ACTIONS]

@@ -12,10 +12,11 @@ from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import noted
-from rollflow.stream.data.space import items_in, row_of
-from rollflow.stream.data.tree import stack_trees
+from rollflow.stream.data.errors import ColumnError, noted, shown
+from rollflow.stream.data.space import items_in, leaves_within, row_of
+from rollflow.stream.data.tree import Tree, stack_trees
 from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.multi_agent.agent_lane import Slots
 
 
 class ModuleToEnv:
@@ -59,7 +60,7 @@ class ModuleToEnv:
             lane.batch = batch
             if lane.index not in self._checked:
                 self._checked.add(lane.index)
-                check_first_actions(batch, chosen, self._env_space, lane.layout.num_slots)
+                check_first_actions(batch, chosen, self._env_space, range(lane.layout.num_slots))
             convert_actions(batch, chosen, self._env_space)
             lane.record_actions(batch)
         except Exception as error:
@@ -115,8 +116,10 @@ def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[A
         batch[Columns.ACTIONS_FOR_ENV] = items_in(env_space, for_env, rounds=True)
 
 
-def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, count: int) -> None:
-    """Raise ColumnError where a pipeline's actions, `count` of them, are in other spaces than they should be.
+def check_first_actions(
+    batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, slots: Slots | range
+) -> None:
+    """Raise ColumnError where a pipeline's actions, of these slots, are in other spaces than they should be.
 
     chosen       in which `actions` are recorded
     env_space    of what the environments get; None: it is not looked at
@@ -128,7 +131,8 @@ def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Spa
         f"what the module chooses is recorded in {chosen}; a module with another space than the environments' says so "
         f"by its action_space, and what a piece makes of its choice goes into '{Columns.ACTIONS_FOR_ENV}'"
     ):
-        Column.empty(Columns.ACTIONS, row_of(chosen, count), 1).write(0, actions)
+        Column.empty(Columns.ACTIONS, row_of(chosen, len(slots)), 1).write(0, actions)
+        _check_within(chosen, items_in(chosen, actions), slots)
     if env_space is None:
         return
     with noted(
@@ -136,4 +140,22 @@ def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Spa
         f"piece makes '{Columns.ACTIONS_FOR_ENV}'"
     ):
         for_env = items_in(env_space, batch.get(Columns.ACTIONS_FOR_ENV, actions), rounds=True)
-        Column.empty(Columns.ACTIONS_FOR_ENV, row_of(env_space, count), 1).write(0, for_env)
+        Column.empty(Columns.ACTIONS_FOR_ENV, row_of(env_space, len(slots)), 1).write(0, for_env)
+        _check_within(env_space, for_env, slots)
+
+
+def _check_within(space: gym.Space[Any], actions: Tree, slots: Slots | range) -> None:
+    """Raise ColumnError for an action outside a Discrete, MultiDiscrete or MultiBinary space; a Box's are not checked.
+
+    actions    a tree of arrays `any[K, ...]`, of K slots
+    """
+    for leaf in leaves_within(space, "action"):
+        if isinstance(leaf.space, gym.spaces.Box):
+            continue
+        values, (low, high) = np.asarray(leaf.found(actions)), leaf.bounds()
+        rows = values.reshape(len(slots), -1)
+        outside = ((rows < low) | (rows > high)).any(1)
+        if outside.any():
+            row = int(outside.argmax())
+            told = f"{leaf.path} of slot {slots[row]} of the lane is {shown(values[row].tolist())}"
+            raise ColumnError(f"{told}, expected one in {leaf.space}").see("module")

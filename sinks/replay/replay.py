@@ -18,7 +18,7 @@ from urllib.parse import quote
 import anyio
 import numpy as np
 
-from rollflow.nodes.argument_checks import check_numbers, checked_count, checked_number
+from rollflow.nodes.argument_checks import check_numbers, checked_count, checked_number, checking_constructor
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
@@ -135,6 +135,7 @@ class Turns:
             self._waited[side] += monotonic() - wait[1]
 
 
+@checking_constructor()
 class Replay:
     """Steps of fragments, to be sampled again and again: an object that one calls, and a node of a graph.
 

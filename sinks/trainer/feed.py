@@ -35,7 +35,11 @@ _INTERRUPTED = (
 )
 
 
-@checking_keywords("feed", {name: f"{place} of the rollout" for name, place in places_in(watch=Watch).items()})
+_PLACES = {name: f"{place} of the rollout" for name, place in places_in(watch=Watch).items()}
+_PLACES["max_lag"] = "TrainerStream(max_lag=…), or max_lag=… of a rollout that sends batches"
+
+
+@checking_keywords("feed", _PLACES)
 def feed(
     rollout: AnyRollout,
     address: str | Address,

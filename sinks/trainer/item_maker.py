@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers, checking_constructor
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
@@ -29,6 +29,7 @@ LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
 _MOST_MODULES = 1024
 
 
+@checking_constructor()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
     """Train batches that a `TrainerStream` gives: `TrainerStream(address, yields=Batches(fragments=8))`.

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import anyio.to_thread
 
-from rollflow.nodes.argument_checks import check_numbers, checking_keywords, places_in
+from rollflow.nodes.argument_checks import check_numbers, checking_constructor, checking_keywords, places_in
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.logs.destinations import Log, LogOptions
@@ -34,6 +34,7 @@ _NOT_YET = object()
 _WATCH = Watch()
 
 
+@checking_constructor()
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Rollouts that a `TrainerStream` waits for: `TrainerStream(address, sources=Sources(2, join_timeout=60))`.

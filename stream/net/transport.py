@@ -39,7 +39,8 @@ class Transport:
 
     def __init__(self, sock: socket.socket, connection: Connection) -> None:
         sock.setblocking(False)
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        connection.may_use_tls = sock.family != getattr(socket, "AF_UNIX", None)
+        if connection.may_use_tls:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:  # which does not grow as that of TCP does, and holds a fifth of this
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)

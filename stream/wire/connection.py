@@ -58,6 +58,7 @@ class Connection:
     error             why the connection is broken; None: it is not
     undelivered       number of bytes that were not yet reported as sent
     queued            returns how many sent bytes are still in the system's buffer; set by the owner of the socket
+    may_use_tls       False for a socket of this machine alone, likewise
     is_new            whether nothing has come from the other end, not even bytes that the owner of the socket keeps
 
     Received bytes become events: the other end's messages, without those that are answered here, and at last
@@ -88,6 +89,7 @@ class Connection:
         self._sent_bytes = 0
         self._taken_before: int | None = None  # bytes taken by the peer at the last heartbeat; None: bytes came since
         self.queued: Callable[[], int] = int  # 0
+        self.may_use_tls = True
 
     @property
     def is_open(self) -> bool:
@@ -304,11 +306,10 @@ class Connection:
 
     def _doubt(self) -> str:
         """The end of an error's text if nothing has come from the other end: a likely cause."""
-        return (
-            ", and nothing has come: expected the other end to be at work, and both to use TLS, or neither"
-            if self.is_new
-            else ""
-        )
+        if not self.is_new:
+            return ""
+        both = ", and both to use TLS, or neither" if self.may_use_tls else ""
+        return f", and nothing has come: expected the other end to be at work{both}"
 
     def _break(self, error: WireError, *, tell: bool = True) -> ConnectionBroken:
         """Break the connection, and send a refusal if `tell`."""

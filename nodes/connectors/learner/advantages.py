@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_count, checked_fraction, checked_number
+from rollflow.nodes.argument_checks import checked_count, checked_fraction, checked_number, checking_constructor
 from rollflow.nodes.connectors.learner.train_columns import Floats, StepsConnector, TrainSteps, tensors_of
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.columns import Columns
@@ -108,6 +108,7 @@ def values_after(piece: str, rl_module: Any, steps: TrainSteps) -> Floats:
     return after
 
 
+@checking_constructor(lam="lambda_=…", gae_lambda="lambda_=…")
 @dataclass(kw_only=True, eq=False, repr=False)
 class GeneralAdvantageEstimation(StepsConnector):
     """Adds `advantages` and `value_targets`, f32[B] each, to the train batch.
@@ -172,6 +173,7 @@ class GeneralAdvantageEstimation(StepsConnector):
         return values_of(self.name, rl_module, steps.observations())
 
 
+@checking_constructor()
 @dataclass(kw_only=True, eq=False, repr=False)
 class VTrace(StepsConnector):
     """Adds `value_targets` and `advantages`, f32[B] each and not normalised, corrected for actions of older weights.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_count, checked_number
+from rollflow.nodes.argument_checks import checked_count, checked_number, checking_constructor
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
@@ -119,6 +119,7 @@ class _Exploration(ConnectorV2):
         """Change the batch's actions, which the module chose in a space."""
 
 
+@checking_constructor(epsilon="schedule=…")
 class EpsilonGreedy(_Exploration):
     """Takes the action with the largest of `action_dist_inputs`, or with probability epsilon any action.
 

@@ -1,5 +1,6 @@
 """Policies that are no torch module: functions of observations, and objects with two methods, in every place."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from together import Together
 
 from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteRollouts, RLModule, Rollout
 from rollflow.nodes.modules.given_module import GivenModule, is_function
-from rollflow.stream import ModuleError, PolicyError
+from rollflow.stream import ColumnError, ModuleError, PolicyError
 
 
 class Counts(SmallEnv):
@@ -185,15 +186,53 @@ def giving(outputs: Any) -> Any:
     return lambda obs: outputs
 
 
-NO_OUTPUTS = [giving(None), giving("left"), giving(object()), GivesTensor()]
+class GivesNothing(ModuloPolicy):
+    def forward_exploration(self, batch: dict[str, Any]) -> Any:
+        return None
 
 
-@pytest.mark.parametrize("module", NO_OUTPUTS, ids=["none", "text", "object", "tensor"])
-def test_what_is_no_action_is_refused(module: Any) -> None:
-    with pytest.raises(
-        ModuleError, match=r"(lambda> gave a dict|GivesTensor gave a Tensor) that is no dict of tensors"
-    ):
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (giving(None), "lambda> gave None, which is no tensor or array"),
+        (giving("left"), "lambda> gave 'left', which is no tensor"),
+        (giving(object()), "lambda> gave <object object"),
+        (GivesTensor(), "GivesTensor gave a Tensor int64.*, expected actions any"),
+        (GivesNothing(), "GivesNothing gave None, which is no tensor or array, nor a dict of those"),
+    ],
+    ids=["none", "text", "object", "tensor", "none of a method"],
+)
+def test_what_is_no_action_is_refused(module: Any, told: str) -> None:
+    with pytest.raises(ModuleError, match=told):
         batch_of(module)
+
+
+@pytest.mark.parametrize("agents", [False, True], ids=["one agent", "several"])
+@pytest.mark.parametrize(
+    ("space", "actions", "told"),
+    [
+        (spaces.Discrete(2), [1, 5], r"slot 1 of the lane is 5, expected one in Discrete\(2\)"),
+        (spaces.Discrete(2, start=1), [0, 1], r"slot 0 of the lane is 0, expected one in Discrete\(2, start=1\)"),
+        (spaces.MultiDiscrete([2, 3]), [[1, 2], [1, 3]], r"slot 1 of the lane is \[1, 3\], expected one in MultiD"),
+        (spaces.MultiBinary(2), [[0, 1], [2, 0]], r"slot 1 of the lane is \[2, 0\], expected one in MultiBinary"),
+        (spaces.Box(-1, 1, (1,)), [[0.5], [3.0]], None),
+        (spaces.Discrete(2, start=1), [1, 2], None),
+    ],
+)
+def test_first_actions_outside_their_space_are_refused(space: Any, actions: Any, told: str, agents: bool) -> None:
+    class Takes(Counts):
+        action_space = space
+
+        def pay(self, action: Any) -> float:
+            return 0.0
+
+    options: Any = {"module": giving(np.array(actions)), "fragment_length": 2, "num_fragments": 1}
+    if agents:
+        rollout: Any = MultiAgentRollout(lambda: Together({"a": Takes(), "b": Takes()}), num_envs=1, **options)
+    else:
+        rollout = Rollout(Takes, num_envs=2, **options)
+    with nullcontext() if told is None else pytest.raises(ColumnError, match=f"action of {told}"), rollout:
+        list(rollout.fragments())
 
 
 @pytest.mark.parametrize(

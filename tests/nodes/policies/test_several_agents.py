@@ -84,6 +84,8 @@ def test_each_agents_policy_computes_what_the_rollout_computed(
     env = logged_agents()
     rollout = rollout_over(env, explore=explore)
     save(rollout, tmp_path)
+    with pytest.raises(PolicyError, match=r"has the policies of cat, walker: load one of them, such as .*/cat'\)"):
+        Policy.load(tmp_path)
     policies = {agent: Policy.load(tmp_path / module) for agent, module in (("ann", "walker"), ("cat", "cat"))}
     assert {agent: policy.trained_on["agent"] for agent, policy in policies.items()} == {"ann": "ann", "cat": "cat"}
     with rollout:

@@ -513,7 +513,9 @@ def without_mode() -> SyncVectorEnv:
             r"Rollout has no keyword 'flat_forward', expected forward=Forward\(flat=…\); "
             "'fragment_lenght', expected 'fragment_length'",
         ),
-        ({"policy": None}, TypeError, r"Rollout has no keyword 'policy', expected one of those in help\(Rollout\)"),
+        ({"policy": None}, TypeError, "Rollout has no keyword 'policy', expected module=…"),
+        ({"xyz": 2}, TypeError, r"Rollout has no keyword 'xyz', expected one of those in help\(Rollout\)"),
+        ({"complete_episodes": True}, TypeError, r"expected rollout.batches\(complete_episodes=…\) or fragments\(com"),
         ({"joint_connector": None}, TypeError, "Rollout has no keyword 'joint_connector'"),
         ({"lanes": 0}, EnvError, "lanes is 0, expected at least 1"),
         ({"lanes": 0, "where": "threads"}, EnvError, "lanes is 0, expected at least 1"),

@@ -15,9 +15,22 @@ from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
-from rollflow import DatasetSource, GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, Watch, feed
+from rollflow import (
+    DatasetSource,
+    DefaultModelConfig,
+    EpsilonGreedy,
+    GeneralAdvantageEstimation,
+    Graph,
+    RemoteEnvs,
+    Replay,
+    Rollout,
+    TrainerStream,
+    VTrace,
+    Watch,
+    feed,
+)
 from rollflow.nodes import EnvHost, RolloutHost
-from rollflow.sinks import Batches, TrainerProcess, TrainerSink
+from rollflow.sinks import Batches, Sources, TrainerProcess, TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
@@ -138,6 +151,7 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
             partial(feed, None, trace="x"),
             r"feed has no keyword 'trace', expected watch=Watch\(trace=…\) of the rollout",
         ),
+        (partial(feed, None, max_lag=1), r"feed has no keyword 'max_lag', expected TrainerStream\(max_lag=…\)"),
         (
             lambda address: TrainerProcess(print, stream={"address": address}),
             r"TrainerStream has no keyword 'address', expected none, for it has its own",
@@ -160,6 +174,7 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
         "process alike",
         "process number",
         "feed",
+        "feed lag",
         "process address",
         "stream alike",
         "sink",
@@ -171,6 +186,24 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
 def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         call("tcp://127.0.0.1:0")
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong", "told"),
+    [
+        (GeneralAdvantageEstimation, "lam", "lambda_=…"),
+        (GeneralAdvantageEstimation, "gae_lambda", "lambda_=…"),
+        (VTrace, "rho_clipped", "'rho_clip'"),
+        (EpsilonGreedy, "epsilon", "schedule=…"),
+        (DefaultModelConfig, "fcnet_hidden", "'fcnet_hiddens'"),
+        (Replay, "batchsize", "'batch_size'"),
+        (Batches, "fragment", "'fragments'"),
+        (Sources, "join_timeouts", "'join_timeout'"),
+    ],
+)
+def test_a_constructor_tells_the_keyword_that_was_meant(made: type, wrong: str, told: str) -> None:
+    with pytest.raises(TypeError, match=f"^{made.__name__} has no keyword '{wrong}', expected {told}$"):
+        made(**{wrong: 1})
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,9 @@ def test_where_not_a_word_has_come_it_may_be_that_one_end_uses_tls() -> None:
     assert doubt in str(error_of(Ends().gateway.tick(1e3)))
     assert doubt in str(error_of(Ends().gateway.ended()))
     ends = Ends()
+    ends.gateway.may_use_tls = False  # over a socket of this machine
+    assert str(error_of(ends.gateway.ended())).endswith("nothing has come: expected the other end to be at work")
+    ends = Ends()
     ends.to_gateway(1)
     assert doubt not in str(error_of(ends.gateway.tick(1e3)))
 
