@@ -308,7 +308,7 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[Any] = []  # so that no identity is used twice
         self._constants: dict[str, Any] = {}
         self._constant_names: dict[int, str] = {}  # by identity
-        self._refusal: Exception | None = None  # which the module may have caught
+        self._refusal: str | None = None  # which the module may have caught
         self._raise = f"raise {self.name_of(ValueDependent)}('what its passes read has changed')"
         self._operations: dict[str, _Operation] = {}  # by their result's name; "shape…" for what Python asked of one
         self._uses: Counter[int] = Counter()  # of tensors, by identity
@@ -323,7 +323,7 @@ class _Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._note(func, args, kwargs, result)
         except Exception as error:
-            self._refusal = error
+            self._refusal = str(error)
             raise
         return result
 
@@ -349,7 +349,7 @@ class _Recorder(TorchFunctionMode):
         Raises ValueDependent if an operation can't be replayed, or failed, whatever the pass made of that.
         """
         if self._refusal is not None:
-            raise ValueDependent(str(self._refusal))
+            raise ValueDependent(self._refusal)
         if not isinstance(output, dict) or not all(id(leaf) in self._names for leaf in leaves_of(output)):
             raise ValueDependent("its output is not made of tensors that its inputs went into")
         self._uses.update(id(leaf) for leaf in leaves_of(output))
@@ -530,7 +530,7 @@ class _Watch:
 
     def check(self, before: _States, batch: Batch, leaves: list[Any]) -> None:
         """Raise ValueDependent unless the pass has changed nothing."""
-        self._names = {key: list(_names_read(key[0])) for key in self._codes}
+        self._names |= {key: list(_names_read(key[0])) for key in self._codes if key not in self._names}
         if self._told:
             raise ValueDependent(self._told[0])
         if list(map(id, leaves_of(batch))) != list(map(id, leaves)):
@@ -576,7 +576,7 @@ class _Watch:
                     changes.append(f"{name_of(names)}[{name!r}] is not {name_of(value)}")
         ran = {code for code, _ in self._codes}
         known = {code for each in ran for code in each.co_consts}
-        seen = set[int]()
+        names_read, seen = read | self._names_in_torch, set[int]()
         for holder in holders:
             if id(holder) in seen:
                 continue
@@ -588,15 +588,13 @@ class _Watch:
                 holders += [value for value in kept.values() if isinstance(value, FunctionType)]
             own = vars(holder) if hasattr(holder, "__dict__") else {}
             kind = holder if isinstance(holder, type) else type(holder)
-            for name in read | self._names_in_torch:
-                places = [place for place in (own, *map(vars, _own_classes(kind))) if name in place]
-                if not places:
-                    continue
-                value = _function(places[0][name])
+            places = [own, *map(vars, _own_classes(kind))]
+            for name in names_read & set().union(*places):
+                value = _function(next(place[name] for place in places if name in place))
                 if isinstance(value, FunctionType):
                     holders.append(value)
                 elif not (id(value) in self.tensors or _is_plain(value) or _is_of_torch(value)):
-                    if name not in read:
+                    if name not in read and not callable(value):
                         continue
                     raise ValueDependent(f"it reads {name!r}, a {type(value).__name__} that may change")
                 is_method = isinstance(value, FunctionType) and name not in own
