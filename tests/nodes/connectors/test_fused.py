@@ -12,14 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of
-from piece_forms import OneByOne
+from piece_forms import OneByOne, equal
 from property_examples import examples
 
 from rollflow import Columns, DefaultModelConfig, Forward, Rollout
 from rollflow.nodes import LambdaConnector, ModuleToEnvPipeline
 from rollflow.nodes.modules.distribution import Categorical, DistributionType
 from rollflow.stream import ModuleError
-from rollflow.stream.data.tree import map_tree
 
 KINDS = ["plain", "masked", "nested", "half", "brain float", "actions"]
 JOINT = ["plain", "masked", "actions"]
@@ -115,9 +114,7 @@ DRAWN: dict[str, Any] = {
 def check_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     for one, other in zip(some, others, strict=True):
         assert list(one) == list(other)
-        for name in one:
-            map_tree(np.testing.assert_array_equal, one[name], other[name])
-            map_tree(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), one[name], other[name])
+        equal(one, other)
 
 
 @given(**DRAWN)

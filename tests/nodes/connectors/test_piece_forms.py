@@ -15,6 +15,7 @@ from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, RLModule, Rollou
 from rollflow.nodes import (
     AddNextObservationsFromEpisodesToTrainBatch,
     FlattenObservations,
+    LambdaConnector,
     OneHotObservations,
     PrevActionsPrevRewards,
 )
@@ -25,14 +26,9 @@ from rollflow.stream.data.tree import leaves_of, map_tree
 Make = Callable[[], list[ConnectorV2]]
 
 
-class Halve(ConnectorV2):
-    """Halves what is in the batch's `obs`, in whatever form."""
-
-    columnar = True
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        batch["obs"] = map_tree(lambda leaf: leaf // 2, batch["obs"])
-        return batch
+def halve(batch: dict[str, Any]) -> None:
+    """Halve what is in the batch's `obs`, in whatever form."""
+    batch["obs"] = map_tree(lambda leaf: leaf // 2, batch["obs"])
 
 
 class Sees(RLModule):
@@ -56,7 +52,7 @@ PIECES: dict[str, Make] = {
     "MeanStdFilter": lambda: [MeanStdFilter()],
     "WriteObservationsToEpisodes": lambda: [
         AddObservationsFromEpisodesToBatch(),
-        Halve(),
+        LambdaConnector(halve, columnar=True),
         WriteObservationsToEpisodes(),
     ],
     "several": lambda: [OneHotObservations(), PrevActionsPrevRewards(), FlattenObservations(), MeanStdFilter()],
@@ -78,19 +74,17 @@ def fragments_of(
 
 def without_last(make: Make, name: str) -> list[ConnectorV2]:
     pieces = make()
-    if name == "WriteObservationsToEpisodes":  # its Halve takes arrays: one by one they are made by hand
-        return [OneByOneWrite()]
+    if name == "WriteObservationsToEpisodes":  # `halve` takes arrays: one by one they are made by hand
+        return [LambdaConnector(write_one_by_one)]
     return [*pieces, OneByOne()]
 
 
-class OneByOneWrite(ConnectorV2):
-    """Piece that does episode by episode what `WriteObservationsToEpisodes` does behind `Halve`."""
-
-    def __call__(self, *, rl_module: Any, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in episodes:
-            halved = map_tree(lambda leaf: leaf // 2, episode.get_observations(-1))
-            self.add_batch_item(batch, "obs", halved, episode)
-        return WriteObservationsToEpisodes()(rl_module=rl_module, batch=batch, episodes=episodes)
+def write_one_by_one(rl_module: Any, batch: dict[str, Any], episodes: Any) -> Any:
+    """Do episode by episode what `WriteObservationsToEpisodes` does behind `halve`."""
+    for episode in episodes:
+        halved = map_tree(lambda leaf: leaf // 2, episode.get_observations(-1))
+        ConnectorV2.add_batch_item(batch, "obs", halved, episode)
+    return WriteObservationsToEpisodes()(rl_module=rl_module, batch=batch, episodes=episodes)
 
 
 @pytest.mark.parametrize("name", PIECES)

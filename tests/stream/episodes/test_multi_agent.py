@@ -23,36 +23,18 @@ def gapped(**given: Any) -> MultiAgentEpisode:
     b observes     100           102           acts 110, and 112, which hangs; is paid 0.5 each time
     c observes                          203    is paid 4.0 at env step 2, before its first observation
     """
+    told = columns()
+    told["infos"] = [{"b": {"at": 0}}, {}, {"b": {"at": 2}}, {}]
+    told["extra_model_outputs"] = [{"a": {"v": -1}, "b": {"v": -2}}, {"a": {"v": -3}}, {"a": {"v": -4}, "b": {"v": -5}}]
     episode = MultiAgentEpisode("e", **given)
-    episode.add_env_reset(observations={"a": 0, "b": 100}, infos={"b": {"at": 0}})
-    outputs = {"a": {"v": -1}, "b": {"v": -2}}
-    step(
-        episode,
-        observations={"a": 1},
-        actions={"a": 10, "b": 110},
-        rewards={"a": 1.0, "b": 0.5},
-        extra_model_outputs=outputs,
-    )
-    step(
-        episode,
-        observations={"a": 2, "b": 102},
-        actions={"a": 11},
-        rewards={"a": 1.0, "b": 0.5},
-        infos={"b": {"at": 2}},
-        extra_model_outputs={"a": {"v": -3}},
-    )
-    step(
-        episode,
-        observations={"a": 3, "c": 203},
-        actions={"a": 12, "b": 112},
-        rewards={"a": 1.0, "b": 0.5, "c": 4.0},
-        extra_model_outputs={"a": {"v": -4}, "b": {"v": -5}},
-    )
+    episode.add_env_reset(observations=told["observations"].pop(0), infos=told["infos"].pop(0))
+    for items in zip(*told.values(), strict=True):
+        episode.add_env_step(**dict(zip(told, items, strict=True)))
     return episode
 
 
 def columns() -> dict[str, Any]:
-    """Return env steps as columns, as the constructor takes them."""
+    """Return the env steps of `gapped` as columns, as the constructor takes them."""
     return {
         "observations": [{"a": 0, "b": 100}, {"a": 1}, {"a": 2, "b": 102}, {"a": 3, "c": 203}],
         "actions": [{"a": 10, "b": 110}, {"a": 11}, {"a": 12, "b": 112}],

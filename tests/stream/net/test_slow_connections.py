@@ -4,27 +4,16 @@ import select
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
+from wire_ends import PassingEnd
 
 from rollflow.stream.net.transport import TlsTransport, Transport
-from rollflow.stream.wire import Connection, ConnectionPhase, Event, Limits, Message, Weights
+from rollflow.stream.wire import ConnectionPhase, Event, Limits, Weights
 
 SIZE, A_BEAT = 8 << 20, 256 << 10  # bytes of the message, and of what the line carries in a heartbeat
 ROOM = 64 << 10  # bytes that may lie at the line's near end
-
-
-class Sender(Connection):
-    roles = "gateway", "host"
-
-
-class Taker(Connection):
-    roles = "host", "gateway"
-
-    def _take(self, message: Message, frame: Any) -> list[Event]:
-        return [message]  # type: ignore[list-item]
 
 
 def pair_of_sockets() -> tuple[socket.socket, socket.socket]:
@@ -58,7 +47,7 @@ def test_a_slow_line_is_no_silence(
     is_encrypted: bool, certificates: dict[str, ssl.SSLContext], sockets: list[socket.socket]
 ) -> None:
     mine, near, far, theirs = sockets
-    sender, taker = Sender(Limits(), 0.0, 1 << 20), Taker(Limits(), 0.0, 1 << 30)
+    sender, taker = PassingEnd(Limits(), 0.0, 1 << 20), PassingEnd(Limits(), 0.0, 1 << 30)
     here: Transport
     there: Transport
     if is_encrypted:

@@ -6,21 +6,15 @@ from contextlib import ExitStack
 from time import monotonic
 
 import pytest
+from wire_ends import PassingEnd, frame_as
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import Peer, SocketLoop
 from rollflow.stream.net.transport import Transport
-from rollflow.stream.wire import Connection, ConnectionPhase, Event, Goodbye, Limits, Message, Ping, Weights, encode
+from rollflow.stream.wire import ConnectionPhase, Goodbye, Limits, Message, Ping, Pong, Weights
 
-EndPeer = Peer["End"]
-
-
-class End(Connection):
-    roles = "gateway", "host"
-
-    def _take(self, message: Message, frame: object) -> list[Event]:
-        return [message]  # type: ignore[list-item]
+EndPeer = Peer[PassingEnd]
 
 
 class Owner:
@@ -31,7 +25,7 @@ class Owner:
         self.failed: list[tuple[EndPeer, Exception]] = []
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> EndPeer:
-        connection = End(Limits(heartbeat_s=1.0), now, 1 << 20)
+        connection = PassingEnd(Limits(heartbeat_s=1.0), now, 1 << 20)
         return Peer(Transport(sock, connection), connection, where, dialled=dialled)
 
     def handle(self, peer: EndPeer, event: Message, now: float) -> None:
@@ -60,8 +54,7 @@ class Looped:
             self.loop.add(self.peers[-1])
 
     def send(self, place: int, message: Message) -> None:
-        for buffer in encode(message):
-            self.others[place].sendall(buffer)
+        self.others[place].sendall(frame_as(message))
 
     def serve(self, now: float = 0.5) -> None:
         self.loop.serve(self.loop.wait(60), now)
@@ -88,9 +81,7 @@ def test_a_peer_whose_message_is_no_good_fails_and_the_others_go_on(looped: Loop
 def test_a_ping_is_answered_at_once_and_a_goodbye_closes_and_is_no_failure(looped: Looped) -> None:
     looped.send(0, Ping(7))
     looped.serve()
-    assert looped.others[0].recv(1 << 10, socket.MSG_DONTWAIT) == b"".join(map(bytes, encode(Ping(7)))).replace(
-        b"ping", b"pong"
-    )
+    assert looped.others[0].recv(1 << 10, socket.MSG_DONTWAIT) == frame_as(Pong(7))
     looped.send(0, Goodbye("done"))
     looped.serve()
     assert [type(event) for event in looped.owner.handled] == [Goodbye]
@@ -112,7 +103,7 @@ def test_a_heartbeat_is_due_and_is_sent(looped: Looped) -> None:
     looped.loop.tick(0.9)
     assert [peer.connection._pings for peer in looped.peers] == [0, 0]
     looped.loop.tick(1.0)
-    assert [other.recv(1 << 10) for other in looped.others] == 2 * [b"".join(map(bytes, encode(Ping(1))))]
+    assert [other.recv(1 << 10) for other in looped.others] == 2 * [frame_as(Ping(1))]
 
 
 def test_a_connection_that_another_thread_has_broken_is_found_out(looped: Looped) -> None:
@@ -132,7 +123,7 @@ def test_a_peer_that_can_not_be_told_fails_and_the_others_are_told(looped: Loope
 
     looped.loop.send(tell)
     assert [peer for peer, _ in looped.owner.failed] == looped.peers[:1]
-    assert looped.others[1].recv(1 << 10) == b"".join(map(bytes, encode(Goodbye("told"))))
+    assert looped.others[1].recv(1 << 10) == frame_as(Goodbye("told"))
 
 
 def test_the_oldest_stranger_fails_where_too_many_come(looped: Looped) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from time import monotonic
 
 import pytest
+from wire_ends import PassingEnd
 
 from rollflow.stream.net import transport
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, refusal_level
@@ -16,13 +17,9 @@ from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
 
-class End(Connection):
-    roles = "host", "gateway"
-
-
 def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificates: dict[str, ssl.SSLContext]) -> None:
     here, there = socket.socketpair()
-    connection = End(Limits(), 0.0, 1 << 20)
+    connection = PassingEnd(Limits(), 0.0, 1 << 20)
     poll = select.epoll()
     lines: SocketLoop[Peer[Connection]] = SocketLoop(None, epoll=poll)  # type: ignore[arg-type]
     line = Peer(TlsTransport(here, connection, certificates["server"], is_server=True), connection, "there")
@@ -56,7 +53,7 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
 def test_what_is_much_is_sent_bit_by_bit_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_MOST_SENT", 1000)
     here, there = socket.socketpair()
-    connection = End(Limits(), 0.0, 1 << 20)
+    connection = PassingEnd(Limits(), 0.0, 1 << 20)
     line = transport.Transport(here, connection)
     connection._queue([bytes(600), memoryview(bytes(range(250)) * 10), bytes(1)])
     came = []
@@ -74,7 +71,7 @@ def test_what_comes_while_the_last_words_are_on_their_way_does_not_cut_them_off(
     with socket.create_server(("127.0.0.1", 0)) as server:
         here, there = socket.create_connection(server.getsockname()), server.accept()[0]
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or the system may have room for all of it
-    connection = End(Limits(), 0.0, 1 << 20)
+    connection = PassingEnd(Limits(), 0.0, 1 << 20)
     line = transport.Transport(here, connection)
     connection._queue([bytes(16 << 20)])  # more than the sockets hold
     line.write()
@@ -98,7 +95,7 @@ def test_what_comes_while_the_last_words_are_on_their_way_does_not_cut_them_off(
 
 def test_the_other_end_has_only_so_much_time_to_close() -> None:
     here, there = socket.socketpair()
-    line = transport.Transport(here, End(Limits(), 0.0, 1 << 20))
+    line = transport.Transport(here, PassingEnd(Limits(), 0.0, 1 << 20))
     until = monotonic() + 0.01
     line.close(lambda: until)
     assert line.fileno() == -1
@@ -117,6 +114,6 @@ def test_the_other_end_has_only_so_much_time_to_close() -> None:
     ids=["it was closed without a word", "with a byte", "it was silent for too long", "it was refused"],
 )
 def test_a_look_whether_somebody_listens_is_no_warning(ends: Callable[[Connection], object], level: int) -> None:
-    end = End(Limits(), 0.0, 1 << 20)
+    end = PassingEnd(Limits(), 0.0, 1 << 20)
     ends(end)
     assert refusal_level(end) == level

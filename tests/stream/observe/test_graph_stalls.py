@@ -16,7 +16,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from doctor_clock import Looking
-from graph_rows import Ring, drawn, keep, row
+from graph_rows import Gate, Ring, drawn, keep, row
 from held_envs import await_that
 from stalled_rollouts import line_of
 from stalled_runs import looked_at, numbers, read_all, stall_of
@@ -176,13 +176,7 @@ async def test_a_reader_that_does_not_ask_is_no_stall() -> None:
 
 
 async def test_a_gate_that_does_not_open_is_named_with_what_it_waits_for() -> None:
-    class Shut:
-        def admits(self, item: Any) -> bool:
-            return False
-
-        def watch(self, changed: Callable[[], None]) -> None:
-            pass
-
+    class Shut(Gate):
         def waits_for(self) -> Wait:
             return Wait("the trainer at tcp://there:1", "away", "has not come")
 

@@ -204,14 +204,11 @@ def test_a_killed_process_leaves_a_socket_that_the_next_asker_removes(
 
 
 def test_a_run_ends_while_a_process_that_it_has_forked_is_there() -> None:
-    run = Run()
-    seen_at = RunSocket(run.snapshot)
-    seen_at.start()
-    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
-    child.start()
-    seen_at.stop()
-    assert seen_at._thread is not None
-    assert not seen_at._thread.is_alive()
+    with seen(Run()) as opened:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        child.start()
+    assert opened._thread is not None
+    assert not opened._thread.is_alive()
     child.kill()
     child.join()
 
