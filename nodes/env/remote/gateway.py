@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.space import leaves_within
 from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
@@ -178,14 +180,33 @@ class Registry:
             return
         for name in ("observation_space", "action_space"):
             if getattr(hello, name) != getattr(first, name):
-                mine, other = (read_space(getattr(each, name), name) for each in (hello, first))
-                raise WireError(f"hello.{name} is {mine}, expected that of host {first.name!r}, {other}", "spaces")
+                path, mine, other = _difference(
+                    name, *(read_space(getattr(each, name), name) for each in (hello, first))
+                )
+                is_mine = f"hello.{path} of host {hello.name!r} is {_shortened(mine)}"
+                raise WireError(f"{is_mine}, expected that of host {first.name!r}, {_shortened(other)}", "spaces")
         if (hello.agents, hello.parts) != (first.agents, first.parts):
             raise WireError(
                 f"hello.agents is {shown(hello.agents)} in parts {shown(hello.parts)}, expected those of host "
                 f"{first.name!r}, {shown(first.agents)} in {shown(first.parts)}",
                 "spaces",
             )
+
+
+def _difference(name: str, mine: Any, other: Any) -> tuple[str, Any, Any]:
+    """The first part of a space that differs from another's, by its path; the whole if their structures differ."""
+    for one, another in zip(leaves_within(mine, name), leaves_within(other, name), strict=False):
+        if one.path != another.path:
+            break
+        if one.space != another.space:
+            return one.path, one.space, another.space
+    return name, mine, other
+
+
+def _shortened(space: Any) -> str:
+    """A space's text with its middle left out if it is long: shape and dtype are at its end."""
+    text = " ".join(str(space).split())
+    return text if len(text) <= 80 else f"{text[:38]} ... {text[-37:]}"
 
 
 @dataclass(slots=True, eq=False)

@@ -321,6 +321,6 @@ def test_a_second_host_must_have_the_spaces_of_the_first() -> None:
         fragments = iter(rollout.fragments())
         next(fragments)
         with RolloutHost("CartPole-v1") as other:
-            with pytest.raises(WireError, match=r"hello.observation_space is .*, expected"):
+            with pytest.raises(WireError, match=r"hello.observation_space.* of host '.*' is .*, expected"):
                 other.connect(str(envs.addresses[0]))
         next(fragments)

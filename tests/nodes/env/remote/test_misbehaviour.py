@@ -112,9 +112,14 @@ STRANGERS: dict[str, tuple[Kind, Any, str, str]] = {
         SEVERAL,
         partial(NumberedAgents, 5, nested=1, agents=4),
         "spaces",
-        "hello.observation_space is .*, expected that of host",
+        r"hello.observation_space(\[.*\])? of host '.*' is .*, expected that of host '.*', \w+\(.*\)$",
     ),
-    "other spaces of one agent": (ONE, "CartPole-v1", "spaces", r"hello.observation_space is .*, expected"),
+    "other spaces of one agent": (
+        ONE,
+        "Acrobot-v1",
+        "spaces",
+        r"hello.observation_space(\[.*\])? of host '.*' is Box\(.* \.\.\. .*\(6,\), float32\), expected",
+    ),
 }
 
 
