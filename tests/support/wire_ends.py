@@ -1,7 +1,10 @@
 """A gateway and a host in one place: what one sends is carried to the other by hand, some bytes at a time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
 from rollflow.stream import wire
@@ -24,6 +27,29 @@ def error_of(events: list[wire.Event]) -> WireError:
     """Why a connection broke: the last event."""
     assert isinstance(events[-1], wire.ConnectionBroken), events
     return events[-1].error
+
+
+def assert_broken(events: list[wire.Event], code: str, told: str) -> None:
+    """Assert that a connection broke, with an error of this code that says this."""
+    error = error_of(events)
+    assert error.code == code
+    assert told in str(error)
+
+
+@contextmanager
+def refusing(code: str, told: str) -> Iterator[None]:
+    """Expect an error of this code whose text matches."""
+    with pytest.raises(WireError, match=told) as caught:
+        yield
+    assert caught.value.code == code
+
+
+def told_by(connection: wire.Connection) -> wire.Refused:
+    """The last thing that a connection has to say: why it refuses the other end."""
+    data = taken_from(connection)
+    refused = wire.decode(data[data.rindex(b"\x83\xa4kind\xa7refused") - 8 :])
+    assert isinstance(refused, wire.Refused)
+    return refused
 
 
 def allocated(decoder: wire.FrameDecoder) -> int:

@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from wire_ends import Ends, allocated, error_of, frame_as, greeted, running, taken_from
+from wire_ends import (
+    Ends,
+    allocated,
+    assert_broken,
+    error_of,
+    frame_as,
+    greeted,
+    refusing,
+    running,
+    taken_from,
+    told_by,
+)
 from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec.handshake import GATEWAY, prove
-
-
-def told_by(connection: wire.Connection) -> wire.Refused:
-    """The last thing that a connection has to say."""
-    data = taken_from(connection)
-    refused = wire.decode(data[data.rindex(b"\x83\xa4kind\xa7refused") - 8 :])
-    assert isinstance(refused, wire.Refused)
-    return refused
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -126,8 +129,7 @@ def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
 ) -> None:
     ends = Ends()
     events = ends.gateway.receive(frame_as(hello(**changed)), 0.0)
-    assert error_of(events).code == code
-    with pytest.raises(WireError, match=f"^host 'sim-1': {told}"):
+    with refusing(code, f"^host 'sim-1': {told}"):
         raise error_of(events)
     refused = told_by(ends.gateway)
     assert refused.code == code
@@ -143,9 +145,8 @@ def test_spaces_are_read_once_their_host_has_proved_itself() -> None:
         Ends(said=said)
     gateway = Ends(gateway_secret=None).gateway
     assert gateway.receive(frame_as(said), 0.0) == []
-    error = error_of(gateway.receive(frame_as(wire.Proof(b"")), 0.0))
-    assert error.code == "spaces"
-    assert str(error).startswith("host 'sim-1': hello.observation_space is ")
+    with refusing("spaces", "^host 'sim-1': hello.observation_space is "):
+        raise error_of(gateway.receive(frame_as(wire.Proof(b"")), 0.0))
 
 
 def test_a_gateway_of_another_version_is_refused() -> None:
@@ -161,9 +162,7 @@ def test_a_gateway_of_another_version_is_refused() -> None:
 )
 def test_a_message_out_of_turn_is_refused(message: wire.Message) -> None:
     for connection in (Ends().host, Ends().gateway):
-        error = error_of(connection.receive(frame_as(message), 0.0))
-        assert error.code == "order"
-        assert f"{message.kind} in the handshake" in str(error)
+        assert_broken(connection.receive(frame_as(message), 0.0), "order", f"{message.kind} in the handshake")
         assert told_by(connection).code == "order"
 
 
@@ -179,9 +178,7 @@ def test_the_handshake_has_a_time_limit_at_both_ends() -> None:
     for connection in (ends.host, ends.gateway):
         assert connection.next_deadline() == 105.0
         assert connection.tick(104.9) == []
-        error = error_of(connection.tick(105.0))
-        assert error.code == "handshake"
-        assert "the handshake is not over after 5 s" in str(error)
+        assert_broken(connection.tick(105.0), "handshake", "the handshake is not over after 5 s")
         assert connection.next_deadline() is None
         assert told_by(connection).code == "handshake"
 
@@ -205,9 +202,7 @@ def test_a_busy_host_takes_no_welcome_but_one_to_go_on() -> None:
     other = greeted(host_session=before.host_session)
     other.host.is_busy = True
     other.gateway.welcome(wire.GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
-    error = error_of(other.to_host())
-    assert error.code == "busy"
-    assert "the host is busy with another gateway" in str(error)
+    assert_broken(other.to_host(), "busy", "the host is busy with another gateway")
     assert told_by(other.host).code == "busy"
     same = greeted(host_session=before.host_session)
     same.host.is_busy = True

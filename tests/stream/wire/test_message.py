@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
-from wire_ends import frame_as
+from wire_ends import frame_as, refusing
 from wire_messages import EXAMPLES, rows
 from wire_values import ARRAYS, VALUES, same
 
@@ -166,9 +166,8 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name_and_not_s
     ],
 )
 def test_a_field_is_refused_with_what_was_expected(name: str, field: str, value: Any, told: str) -> None:
-    with pytest.raises(WireError, match=told) as caught:
+    with refusing("message", told):
         wire.decode(changed(EXAMPLES[name], **{field: value}))
-    assert caught.value.code == "message"
 
 
 @pytest.mark.parametrize(
