@@ -11,20 +11,19 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 from drawn_agents import Drawn, made as made_agents
-from feeding_rollouts import SHORT, trainer
+from feeding_rollouts import SHORT, AnyRollout, learner_of, trainer
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from property_examples import examples
 
-from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow import Fragment, Graph, Rollout, TrainerStream, feed
 from rollflow.nodes import LambdaConnector
-from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink
+from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.messages import batches_in, num_steps
 from rollflow.stream import Inlet, MultiAgentFragment, Outlet, RunError
 from rollflow.stream.graph.run import Run
 from rollflow.stream.wire import Limits
 
-AnyRollout = Rollout | MultiAgentRollout
 BACKENDS = ["asyncio", "trio"]
 IMPATIENT = Limits(heartbeat_s=5.0, grace_s=0.2)
 
@@ -170,12 +169,8 @@ def graph_of(drawn: Setting, rollout: AnyRollout, sink: Any) -> Graph:
     graph = Graph("losses")
     graph.add(rollout=rollout)
     ends = ["rollout.fragments"]
-    if drawn.learns and isinstance(rollout, MultiAgentRollout):
-        graph.add(learner=MultiAgentLearnerPipeline(rollout.learner, fragments_per_batch=drawn.per_batch))
-    elif drawn.learns:
-        pipeline, module = rollout.learner_pipeline, rollout.module
-        graph.add(learner=LearnerPipeline(pipeline, module, fragments_per_batch=drawn.per_batch))
     if drawn.learns:
+        graph.add(learner=learner_of(rollout, fragments_per_batch=drawn.per_batch))
         ends.append("learner")
     if drawn.hop:
         graph.add(hop=passing_on)

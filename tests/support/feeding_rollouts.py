@@ -91,11 +91,11 @@ def graph_of(
     return graph_over(rollout_of(slots, **options), address, **(sink or {}))
 
 
-def learner_of(rollout: AnyRollout, fragments_per_batch: int = 1) -> LearnerPipeline | MultiAgentLearnerPipeline:
-    """What makes batches of so many of a rollout's fragments."""
+def learner_of(rollout: AnyRollout, **options: Any) -> LearnerPipeline | MultiAgentLearnerPipeline:
+    """What makes batches of a rollout's fragments."""
     if isinstance(rollout, MultiAgentRollout):
-        return MultiAgentLearnerPipeline(rollout.learner, fragments_per_batch=fragments_per_batch)
-    return LearnerPipeline(rollout.learner_pipeline, rollout.module, fragments_per_batch=fragments_per_batch)
+        return MultiAgentLearnerPipeline(rollout.learner, **options)
+    return LearnerPipeline(rollout.learner_pipeline, rollout.module, **options)
 
 
 def graph_over(
@@ -106,7 +106,7 @@ def graph_over(
     graph = Graph("feed")
     graph.add(rollout=rollout, trainer=sends)
     if sink.get("sends") == "batches":
-        graph.add(learner=learner_of(rollout, fragments_per_batch))
+        graph.add(learner=learner_of(rollout, fragments_per_batch=fragments_per_batch))
         graph.connect("rollout.fragments", "learner")
         graph.connect("learner", "trainer")
     else:

@@ -6,18 +6,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import pytest
 from held_envs import LONGEST_S, Held, await_held, is_closed, let_go
 from leftovers import nothing_left, processes_of
 from numbered_module import NumberedEnv
 from remote_hosts import listening
 from remote_rollouts import await_that, check_counts, rollout_over, rollouts_on
+from ways import LoopError, end, end_async
 
 from rollflow import RemoteRollouts
 
@@ -51,58 +52,23 @@ def counting(*slots: int) -> list[Any]:
     return [partial(Counting, slot) for slot in slots]
 
 
-def read_some(envs: Any, prefetch: int) -> None:
-    with rollout_over(envs, prefetch=prefetch) as rollout:
-        fragments = iter(rollout.fragments())
-        for _ in range(3):
-            next(fragments)
-
-
-def never_enter(envs: Any, prefetch: int) -> None:
-    rollout_over(envs, prefetch=prefetch)
-
-
-def drain(envs: Any, prefetch: int) -> None:
-    with rollout_over(envs, prefetch=prefetch) as rollout:
-        next(iter(rollout.fragments()))
-        rollout.drain()
-        list(rollout.fragments())
-
-
-def fail_in_a_loop(envs: Any, prefetch: int) -> None:
-    async def run_through() -> None:
-        async with rollout_over(envs, prefetch=prefetch) as rollout:
-            async for _ in rollout.batches():
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        anyio.run(run_through)
-
-
-def be_cancelled(envs: Any, prefetch: int) -> None:
-    async def run_through() -> None:
-        with anyio.CancelScope() as scope:
-            async with rollout_over(envs, prefetch=prefetch) as rollout:
-                async for _ in rollout.fragments():
-                    scope.cancel()
-                    await anyio.lowlevel.checkpoint()
-
-    anyio.run(run_through)
+ENDINGS: dict[str, Callable[[Any], object]] = {
+    "left": partial(end, ending="left", of="fragments"),
+    "never entered": repr,
+    "drained": partial(end, ending="drained", at=1, of="fragments"),
+    "raised": lambda rollout: anyio.run(end_async, rollout, "raised", 1),
+    "cancelled": lambda rollout: anyio.run(end_async, rollout, "cancelled", 1),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ends", "prefetch"),
-    [
-        *((ends, 1) for ends in (read_some, never_enter, drain, fail_in_a_loop, be_cancelled)),
-        *((ends, 0) for ends in (drain,)),
-    ],
-)
-def test_nothing_is_left_of_either_side(ends: Callable[[Any, int], None], prefetch: int) -> None:
+@pytest.mark.parametrize(("ending", "prefetch"), [*((ending, 1) for ending in ENDINGS), ("drained", 0)])
+def test_nothing_is_left_of_either_side(ending: str, prefetch: int) -> None:
     envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], counting(0, 1, 2), lanes=2):
         assert Counting.open == 3
-        ends(envs, prefetch)
+        with pytest.raises(LoopError) if ending == "raised" else nullcontext():
+            ENDINGS[ending](rollout_over(envs, prefetch=prefetch))
         gc.collect()
     assert Counting.open == 0
 

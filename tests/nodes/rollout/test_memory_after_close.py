@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from places import PLACES
 from remote_hosts import hosting, listening
 from remote_rollouts import makers, rollouts_on
 from small_env import SmallEnv
+from ways import LoopError, end, end_async, end_in_graph, graph_with
 
 from rollflow import Forward, Fragment, Graph, MultiAgentRollout, RemoteRollouts, Replay, Rollout
-from rollflow.sinks import LearnerPipeline
 from rollflow.stream import Inlet
 from rollflow.stream.data.blocks import root_of
 from rollflow.stream.data.column import Column
@@ -102,36 +103,26 @@ def agents_of(**options: Any) -> MultiAgentRollout:
     return agents_rollout_over([partial(NumberedAgents, slot, agents=2, nested=1) for slot in range(2)], **given)
 
 
-def read_all(rollout: Any) -> None:
-    with rollout:
-        for _ in rollout.batches():
-            pass
-
-
-def leave_in_a_round(rollout: Any) -> None:
-    with rollout:
-        for _ in rollout.fragments():
-            break
+read_all = partial(end, ending="ended")
 
 
 def fail_in_the_loop(rollout: Any) -> None:
-    with pytest.raises(KeyError), rollout:
-        for batch in rollout.batches():
-            raise KeyError(len(batch))
-
-
-def leave_async(rollout: Any) -> None:
-    async def main() -> None:
-        async with rollout:
-            async for _ in rollout.batches():
-                break
-
-    anyio.run(main)
+    with pytest.raises(LoopError):
+        end(rollout, "raised", at=1)
 
 
 def close_by_hand(rollout: Any) -> None:
     next(rollout.start().batches())
     rollout.close()
+
+
+ENDINGS: dict[str, Callable[[Any], object]] = {
+    "ended": read_all,
+    "left in a round": partial(end, ending="left", at=1, of="fragments"),
+    "raised": fail_in_the_loop,
+    "left in an event loop": lambda rollout: anyio.run(end_async, rollout, "left", 1),
+    "closed by hand": close_by_hand,
+}
 
 
 def fail_with(told: str) -> Callable[[Any], None]:
@@ -165,16 +156,14 @@ def check_freed(memory: Memory, make: Callable[[], Any], use: Callable[[Any], ob
     assert memory.mappings == 0
 
 
-@pytest.mark.parametrize("end", [read_all, leave_in_a_round, fail_in_the_loop, leave_async, close_by_hand])
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("way", WAYS | JOINT)
-def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(
-    memory: Memory, way: str, end: Callable[[Any], None]
-) -> None:
-    if way == "ahead" and end is leave_async:
+def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(memory: Memory, way: str, ending: str) -> None:
+    if way == "ahead" and ending == "left in an event loop":
         pytest.skip("an async loop runs in no thread of its own")
 
     def use(rollout: Any) -> None:
-        end(rollout)
+        ENDINGS[ending](rollout)
         assert rollout.report().nodes
 
     check_freed(memory, partial(rollout_of, **(WAYS | JOINT)[way]), use)
@@ -218,16 +207,6 @@ def test_memory_of_lanes_on_hosts_is_free(memory: Memory, whole: bool) -> None:
 # In graphs
 
 
-def graph_with(rollout: Any, **sinks: Any) -> Graph:
-    graph = Graph("training")
-    graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module), **sinks)
-    graph.connect("rollout.fragments", "learner", capacity=2)
-    graph.output("batches", "learner.batches")
-    for name in sinks:
-        graph.connect("rollout.fragments", name, capacity=2)
-    return graph
-
-
 class Latest:
     """A sink with a task of its own, which keeps nothing."""
 
@@ -250,45 +229,22 @@ class InThread:
             raise ValueError("the disk is full")
 
 
-async def run_to_the_end(graph: Graph, runs: list[Run]) -> None:
-    async with graph.run() as run:
-        runs.append(run)
-        async for _ in run["batches"]:
-            pass
-        await run.wait()
-
-
-async def leave_at_a_batch(graph: Graph, runs: list[Run]) -> None:
-    async with graph.run() as run:
-        runs.append(run)
-        async for _ in run["batches"]:
-            break
-
-
-async def be_cancelled(graph: Graph, runs: list[Run]) -> None:
-    with anyio.CancelScope() as scope:
-        async with graph.run() as run:
-            runs.append(run)
-            async for _ in run["batches"]:
-                scope.cancel()
-
-
-async def fail_in_a_sink(graph: Graph, runs: list[Run]) -> None:
-    # An error that left the event loop would stay in a cycle of the loop's own.
-    with pytest.raises(ValueError, match="the disk is full"):
-        await run_to_the_end(graph, runs)
-
-
-@pytest.mark.parametrize("end", [run_to_the_end, leave_at_a_batch, be_cancelled, fail_in_a_sink])
+@pytest.mark.parametrize("ending", ["ended", "left", "cancelled", "a sink fails"])
 @pytest.mark.parametrize("place", ["inline", "threads"])
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_memory_is_free_after_a_graph(
-    memory: Memory, end: Callable[[Graph, list[Run]], Any], place: str, backend: str
-) -> None:
+def test_memory_is_free_after_a_graph(memory: Memory, ending: str, place: str, backend: str) -> None:
+    fails = ending == "a sink fails"
+
     def run(rollout: Any) -> None:
         runs: list[Run] = []
-        graph = graph_with(rollout, latest=Latest(), thread=InThread(end is fail_in_a_sink))
-        anyio.run(end, graph, runs, backend=backend)
+        graph = graph_with(rollout, {"latest": Latest(), "thread": InThread(fails)})
+
+        async def main() -> None:
+            # An error that left the event loop would stay in a cycle of the loop's own.
+            with pytest.raises(ValueError, match="the disk is full") if fails else nullcontext():
+                await end_in_graph(graph, ending, 1, runs.append)
+
+        anyio.run(main, backend=backend)
         assert runs[0].report().nodes
 
     check_freed(memory, partial(rollout_of, **WAYS[place]), run)
@@ -307,7 +263,7 @@ def test_a_replay_keeps_no_fragment_and_no_rollout(memory: Memory, monkeypatch: 
     graph = Graph("replay")
     graph.connect(rollout.fragments, replay)
     graph.output("batches", "replay")
-    anyio.run(leave_at_a_batch, graph, [])
+    anyio.run(end_in_graph, graph, "left", 1)
     ref = weakref.ref(rollout)
     del rollout, graph
     assert ref() is None

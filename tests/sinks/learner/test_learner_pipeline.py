@@ -9,12 +9,14 @@ import pytest
 import torch
 from numbered_agents import NUM_ACTIONS, NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
+from piece_forms import Breaks
+from ways import graph_with
 
-from rollflow import ConnectorV2, Graph, MultiAgentRollout, RLModule, Rollout
+from rollflow import MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import LambdaConnector
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.stages.staleness import LagBound
-from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks import MultiAgentLearnerPipeline
 from rollflow.stream.testing import check
 
 pytestmark = pytest.mark.anyio
@@ -22,22 +24,8 @@ pytestmark = pytest.mark.anyio
 
 async def batches_of(rollout: Any, **options: Any) -> list[Any]:
     """All batches of a rollout in a graph, by a learner pipeline."""
-    async with graph_of(rollout, **options).run() as run:
+    async with graph_with(rollout, **options).run() as run:
         return [batch async for batch in run["batches"]]
-
-
-def graph_of(rollout: Any, capacity: int = 2, **options: Any) -> Graph:
-    """A rollout and its learner pipeline."""
-    graph = Graph("learning")
-    learner: Any
-    if isinstance(rollout, MultiAgentRollout):
-        learner = MultiAgentLearnerPipeline(rollout.learner, **options)
-    else:
-        learner = LearnerPipeline(rollout.learner_pipeline, rollout.module, **options)
-    graph.add(rollout=rollout, learner=learner)
-    graph.connect("rollout.fragments", "learner", capacity=capacity)
-    graph.output("batches", "learner", capacity=capacity)
-    return graph
 
 
 def numbered_rollout(**options: Any) -> Rollout:
@@ -81,13 +69,9 @@ async def test_fragments_that_are_too_old_are_left_out() -> None:
 
 
 async def test_a_learner_that_fails_ends_the_run_by_name() -> None:
-    class Breaks(ConnectorV2):
-        def __call__(self, **kwargs: Any) -> Any:
-            raise OSError("disk full")
-
     envs, makers = numbered_envs(4)
-    rollout = Rollout(makers, module=NumberedModule(), seed=0, learner_connector=lambda obs, act: Breaks())
-    with pytest.raises(OSError, match="disk full") as raised:
+    rollout = Rollout(makers, module=NumberedModule(), seed=0, learner_connector=lambda obs, act: Breaks(at=1))
+    with pytest.raises(ZeroDivisionError, match="no more") as raised:
         await batches_of(rollout)
     assert raised.value.__notes__ == [
         "in connector piece 'Breaks' (1 of 5 in LearnerConnectorPipeline)",
@@ -150,7 +134,7 @@ def valued_rollout(**options: Any) -> MultiAgentRollout:
 async def test_pieces_see_what_was_published_and_not_what_is_being_trained() -> None:
     rollout = valued_rollout(num_fragments=20)
     trained, seen = rollout.module["default_policy"], []
-    async with graph_of(rollout, capacity=1).run() as run:
+    async with graph_with(rollout, capacity=1).run() as run:
         async for batch in run["batches"]:
             seen += batch["default_policy"]["values"].unique().tolist()
             with torch.no_grad():
