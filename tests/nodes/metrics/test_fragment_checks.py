@@ -50,21 +50,25 @@ class RandomEnv(SmallEnv):
         return float(self.np_random.random()) if self._reward is None else self._reward
 
 
-class Logits(RLModule):
-    """The same logits for every observation; `chosen`, if given, is the action."""
+class By(RLModule):
+    """What a function makes of observations."""
 
-    def __init__(self, *logits: float, chosen: Any = None) -> None:
+    def __init__(self, forward: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
         super().__init__()
-        self.logits = torch.nn.Parameter(torch.tensor(logits))
-        self.chosen = chosen
+        self.weight, self.by = torch.nn.Parameter(torch.zeros(1)), forward
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        count = len(batch["obs"])
-        logits = {"action_dist_inputs": self.logits.detach().expand(count, -1)}
-        return logits if self.chosen is None else {**logits, "actions": torch.tensor([self.chosen] * count)}
+        return self.by(batch["obs"])
 
 
-EVEN = Logits(0.0, 0.5, 0.0)
+def logits(*values: float, **more: int) -> By:
+    """The same logits for every observation, and other outputs that are one number, such as `actions`."""
+    told = {"action_dist_inputs": torch.tensor(values)} | {name: torch.tensor(value) for name, value in more.items()}
+    return By(lambda obs: {name: value.expand(len(obs), *value.shape) for name, value in told.items()})
+
+
+EVEN = logits(0.0, 0.5, 0.0)
+QUIET: dict[str, Any] = {"seed": 0, "watch": Watch(stall_after=None)}
 
 
 def publish(rollout: Rollout) -> None:
@@ -83,12 +87,7 @@ def said(
 ) -> list[str]:
     """What is said with a look at each `every`-th fragment; `keep` is called with each, and then `after`."""
     texts: list[str] = []
-    given: dict[str, Any] = {
-        "fragment_length": 4,
-        "num_fragments": ROUNDS,
-        "seed": 0,
-        "watch": Watch(stall_after=None),
-    } | options
+    given = {"fragment_length": 4, "num_fragments": ROUNDS, **QUIET, **options}
     with kind(env, module=module, **given) as rollout:
         looking = Looking(rollout._doctor)
         for number, fragment in enumerate(rollout.fragments()):
@@ -109,17 +108,6 @@ class Once(RandomEnv):
         return super().look() * (np.nan if self.steps == 50 else np.float32(1))
 
 
-class By(Logits):
-    """What a function makes of observations."""
-
-    def __init__(self, forward: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        super().__init__(0.0)
-        self.by = forward
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return self.by(batch["obs"])
-
-
 WILD = By(lambda obs: {"actions": torch.full((len(obs),), 7)})  # which the space has not
 # A probability of 1 for an action that the observation says; inputs of a distribution of one's own, which are no
 # logits; Q values that lie far apart, and actions other than the best.
@@ -136,7 +124,7 @@ def no_training(rollout: Rollout) -> None:
 LOOKED_AT = "in 30 fragments that were looked at, through "
 CASES: dict[str, tuple[Any, Any, Callable[[Rollout], None], str]] = {
     "sound": (RandomEnv, EVEN, publish, ""),
-    "masked": (RandomEnv, Logits(-float("inf"), 0.0, 0.0), publish, ""),
+    "masked": (RandomEnv, logits(-float("inf"), 0.0, 0.0), publish, ""),
     "nan observations": (lambda: RandomEnv(obs=np.nan), EVEN, no_training, NAN),
     "one nan observation": (Once, EVEN, publish, ""),
     "nan rewards": (lambda: RandomEnv(reward=np.nan), EVEN, no_training, "lane 0, episode '"),
@@ -151,8 +139,8 @@ CASES: dict[str, tuple[Any, Any, Callable[[Rollout], None], str]] = {
     ),
     "same rewards, whose returns are lengths": (lambda: RandomEnv(reward=1.0), EVEN, publish, ""),
     "same rewards, not trained": (lambda: RandomEnv(reward=0.0, length=500), EVEN, no_training, ""),
-    "same actions": (RandomEnv, Logits(0.0, 0.5, 0.0, chosen=2), publish, f"actions were all 2 {LOOKED_AT}"),
-    "no choice": (lambda: RandomEnv(action_space=gym.spaces.Discrete(1)), Logits(0.0), publish, ""),
+    "same actions": (RandomEnv, logits(0.0, 0.5, 0.0, actions=2), publish, f"actions were all 2 {LOOKED_AT}"),
+    "no choice": (lambda: RandomEnv(action_space=gym.spaces.Discrete(1)), logits(0.0), publish, ""),
     "actions outside": (
         RandomEnv,
         WILD,
@@ -177,7 +165,7 @@ def test_values_with_a_fault_are_named_once_and_others_not(case: str) -> None:
 
 
 def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> None:
-    options: Any = {"fragment_length": 4, "num_fragments": 36, "seed": 0, "watch": Watch(stall_after=None)}
+    options = {"fragment_length": 4, "num_fragments": 36, **QUIET}
     with Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options) as rollout:
         looking = Looking(rollout._doctor)
         texts: list[str] = []
@@ -186,9 +174,7 @@ def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> N
             rollout.snapshot()
             texts += looking.once() if number % 4 == 0 else ()  # at the end, ten have been looked at
         assert texts == []
-        assert (
-            looking.once() == [*looking.watch.diagnose().notes] == ["observations are NaN in fragment after fragment"]
-        )
+        assert looking.once() == [*looking.watch.diagnose().notes] == [NAN]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -333,14 +319,7 @@ def test_a_lane_with_slow_steps_is_named_in_a_run_that_has_one(
     monkeypatch.setattr(Paced, "steps", 0)
     envs = [Paced, Paced, lambda: Paced(slow)]
     texts: list[str] = []
-    options: Any = {
-        "where": "threads",
-        "lanes": 3,
-        "fragment_length": 1,
-        "prefetch": 2,
-        "seed": 0,
-        "watch": Watch(stall_after=None),
-    }
+    options = {"where": "threads", "lanes": 3, "fragment_length": 1, "prefetch": 2, **QUIET}
     with Rollout(envs, module=EVEN, **options) as rollout:
         looking = Looking(rollout._doctor)
         for _ in zip(range(240), rollout.fragments(), strict=False):

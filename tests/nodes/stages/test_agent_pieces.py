@@ -16,7 +16,7 @@ from property_examples import examples
 from serial_module import at_of
 
 from rollflow import ConnectorV2, DefaultModelConfig, FrameStacking, MeanStdFilter, RLModule
-from rollflow.nodes import FlattenObservations, PrevActionsPrevRewards
+from rollflow.nodes import FlattenObservations, LambdaConnector, PrevActionsPrevRewards
 from rollflow.nodes.connectors.common.tensors import TensorToNumpy
 from rollflow.stream import ColumnError, EpisodeError
 from rollflow.stream.data.tree import leaves_of
@@ -84,26 +84,20 @@ def test_a_piece_sees_every_observation_once_as_its_agents(drawn: Drawn, count: 
     assert len(seen) >= sum(len(told.actions) for env in envs for told in env.log)
 
 
-class Marks(ConnectorV2):
-    """Adds a million to the slot in every observation: marked twice, or not at all, one would show."""
+def marks(dtype: Any = None, added: float = 0, space: Any = None) -> LambdaConnector:
+    """A piece that adds a million to the slot in every observation: marked twice, or not at all, one would show.
 
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.set_observations(new_data=marked(episode.get_observations(-1)), at_indices=-1)
-        return batch
+    dtype    of the bare numbers that it leaves; None: it leaves observations in the form that they have
+    space    of those, as pieces declare it; None: the one before
+    """
 
+    def mark(episodes: Any) -> None:
+        for episode in ConnectorV2.single_agent_episode_iterator(episodes):
+            new = marked(episode.get_observations(-1))
+            new = new if dtype is None else (at_of(new) + added).astype(dtype)
+            episode.set_observations(new_data=new, at_indices=-1)
 
-class MarksAsFloats(Marks):
-    """Piece that marks observations in another dtype."""
-
-    def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> Any:
-        return gym.spaces.Box(0, 2**31, (5,), np.float64)
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            numbers = at_of(marked(episode.get_observations(-1))).astype(np.float64)
-            episode.set_observations(new_data=numbers, at_indices=-1)
-        return batch
+    return LambdaConnector(mark, observation_space=space)
 
 
 def marked(observation: Any) -> Any:
@@ -112,11 +106,15 @@ def marked(observation: Any) -> Any:
     return {**observation, "at": at} if isinstance(observation, dict) else at
 
 
+FLOATS = gym.spaces.Box(0, 2**31, (5,), np.float64)
+AS_FLOATS: dict[str, Any] = {"dtype": np.float64, "space": lambda in_obs, in_act: FLOATS}
+
+
 @few
-@given(drawn_settings, COUNT, st.sampled_from([Marks, MarksAsFloats]))
-@example(COMES_LATE, 3, MarksAsFloats)
-def test_pieces_rewrite_every_observation_once(drawn: Drawn, count: int, piece: type[ConnectorV2]) -> None:
-    envs, rollout = made(drawn, env_to_module_connector=lambda part: piece())
+@given(drawn_settings, COUNT, st.sampled_from([{}, AS_FLOATS]))
+@example(COMES_LATE, 3, AS_FLOATS)
+def test_pieces_rewrite_every_observation_once(drawn: Drawn, count: int, form: dict[str, Any]) -> None:
+    envs, rollout = made(drawn, env_to_module_connector=lambda part: marks(**form))
     emitted = []
     for chunk in chunks_of(run(rollout, count)):
         at = np.asarray(at_of(chunk.get_observations()))
@@ -127,18 +125,14 @@ def test_pieces_rewrite_every_observation_once(drawn: Drawn, count: int, piece: 
     assert sorted(emitted) == sorted((step.at, step.next_at) for env in envs for step in steps_of(env.log)[0])
 
 
-class MarksJointly(MarksAsFloats):
-    """Marks as floats what all agents of an environment are shown together."""
-
-    def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> Any:
-        return gym.spaces.Dict({agent: gym.spaces.Box(0, 2**31, (5,), np.float64) for agent in in_obs.spaces})
-
-
 @few
 @given(drawn_settings, COUNT)
 @example(COMES_LATE, 3)
 def test_joint_pieces_leave_the_column_of_agents_that_come_late_in_their_type(drawn: Drawn, count: int) -> None:
-    _, rollout = made(drawn, joint_connector=lambda env: MarksJointly())
+    def spaces(in_obs: Any, in_act: Any) -> Any:
+        return gym.spaces.Dict(dict.fromkeys(in_obs.spaces, FLOATS))
+
+    _, rollout = made(drawn, joint_connector=lambda env: marks(np.float64, space=spaces))
     for chunk in chunks_of(run(rollout, count)):
         at = np.asarray(at_of(chunk.get_observations()))
         assert at.dtype == np.float64
@@ -251,45 +245,19 @@ def test_a_recurrent_modules_batches_are_the_same_by_columns_and_by_episodes() -
                 torch.testing.assert_close(one, other)
 
 
-class MarksByFloats(Marks):
-    """Writes whole numbers as floats, without saying so: the column has integers."""
-
-    added = 0.0
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            numbers = marked(episode.get_observations(-1)) + self.added
-            episode.set_observations(new_data=numbers.astype(np.float64), at_indices=-1)
-        return batch
-
-
-class MarksByFractions(MarksByFloats):
-    added = 0.5
-
-
-FLAT = Drawn(
-    envs=2,
-    lanes=1,
-    agents=3,
-    nested=0,
-    length=4,
-    at_once=False,
-    fragment_length=3,
-    lookback=1,
-    by_episode=False,
-    seed=0,
-)
+FLAT = COMES_LATE._replace(envs=2, nested=0, length=4, fragment_length=3, lookback=1, seed=0)
 
 
 def test_agents_integer_columns_take_whole_number_floats_and_refuse_fractions() -> None:
-    _, rollout = made(FLAT, env_to_module_connector=lambda part: MarksByFloats())
+    """Pieces that write floats without saying so."""
+    _, rollout = made(FLAT, env_to_module_connector=lambda part: marks(np.float64))
     chunks = chunks_of(run(rollout, 3))
     assert chunks
     for chunk in chunks:
         observations = chunk.get_observations()
         assert observations.dtype == np.int64
         assert (observations[:, 0] >= 1_000_000).all()
-    _, rollout = made(FLAT, env_to_module_connector=lambda part: MarksByFractions())
+    _, rollout = made(FLAT, env_to_module_connector=lambda part: marks(np.float64, added=0.5))
     with pytest.raises(ColumnError, match=r"column 'obs': got float64\[.*\], expected int64"):
         run(rollout, 3)
 

@@ -87,49 +87,40 @@ def test_what_pieces_keep_with_an_episode_goes_with_its_chunks() -> None:
 
 
 def test_a_batch_that_is_not_left_empty_is_refused() -> None:
-    class Adds(Together):
-        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            return {"obs": [1]}
-
+    adds = LambdaConnector(lambda: {"obs": [1]})
     makers = [partial(NumberedAgents, 0, nested=0)]
     with (
         pytest.raises(ConnectorError, match=r"put \['obs'\] into the batch, expected it to be left empty") as refused,
-        MultiAgentRollout(makers, module=Counting(), joint_connector=lambda env: Adds(told=[])) as rollout,
+        MultiAgentRollout(makers, module=Counting(), joint_connector=lambda env: adds) as rollout,
     ):
         next(iter(rollout.fragments()))
     assert any("lane 0, vector step 0" in note for note in refused.value.__notes__)
 
 
 def test_joint_pieces_that_write_nothing_leave_the_columns_type_as_it_is() -> None:
-    class Looks(ConnectorV2):
-        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            return batch
+    def look(episodes: Any) -> None:
+        """Write nothing."""
 
-    class Floats(Looks):
-        def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
-            return gym.spaces.Box(0, 2**31, (5,), np.float32)
-
+    floats = gym.spaces.Box(0, 2**31, (5,), np.float32)
+    pieces = {"env_to_module_connector": lambda part: LambdaConnector(look, observation_space=lambda *_: floats)}
     makers = [partial(NumberedAgents, env, nested=0) for env in range(2)]
-    options: Any = {"module": Counting(), "seed": 3, "fragment_length": 8, "num_fragments": 2}
+    options: Any = {"module": Counting(), "seed": 3, "fragment_length": 8, "num_fragments": 2, **pieces}
     types = []
-    for joint in (None, lambda env: Looks()):
-        with MultiAgentRollout(
-            makers, joint_connector=joint, env_to_module_connector=lambda part: Floats(), **options
-        ) as rollout:
+    for joint in (None, lambda env: LambdaConnector(look)):
+        with MultiAgentRollout(makers, joint_connector=joint, **options) as rollout:
             types.append([each.columns["obs"].tree.dtype for made in rollout.fragments() for each in made.parts])
     assert set(types[0]) == {np.dtype(np.int64)}  # what they declare, they have not written
     assert types[1] == types[0]
 
 
 def test_agents_with_the_same_spaces_are_left_with_the_same() -> None:
-    class Uneven(Together):
-        def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
-            return gym.spaces.Dict({**seen.spaces, "agent 1": SPACE})
+    def uneven(env: Any) -> LambdaConnector:
+        return LambdaConnector(
+            lambda batch: batch, observation_space=lambda seen, _: gym.spaces.Dict({**seen.spaces, "agent 1": SPACE})
+        )
 
     with pytest.raises(ConnectorError, match=r"leaves observations of agent 'agent 1' in .* and those of 'agent 0'"):
-        MultiAgentRollout(
-            [partial(NumberedAgents, 0, nested=0)], module=Counting(), joint_connector=lambda env: Uneven(told=[])
-        )
+        MultiAgentRollout([partial(NumberedAgents, 0, nested=0)], module=Counting(), joint_connector=uneven)
 
 
 def read(episode: Any, name: str, indices: Any, env_steps: bool) -> Any:
@@ -171,19 +162,19 @@ def test_agents_keep_their_ids_in_spaces_whatever_these_are() -> None:
             told = {agent: np.ones(1, np.float32) for agent in agents}
             return told, {}, {"__all__": True}, {"__all__": False}, {}
 
-    class Looks(Together):
-        def recompute_output_observation_space(self, before: Any, done: Any) -> Any:
-            seen.append((set(before.spaces), set(done.spaces)))
-            return gym.spaces.Dict(dict.fromkeys(before.spaces, gym.spaces.Box(0, 9, (2,), np.float32)))
+    def spaces(before: Any, done: Any) -> Any:
+        seen.append((set(before.spaces), set(done.spaces)))
+        return gym.spaces.Dict(dict.fromkeys(before.spaces, gym.spaces.Box(0, 9, (2,), np.float32)))
 
-        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            for episode in episodes:
-                made = {agent: np.full(2, agents.index(agent), np.float32) for agent in episode.get_observations(-1)}
-                episode.set_observations(new_data=made, at_indices=-1)
-            return batch
+    def look(episodes: Any) -> None:
+        for episode in episodes:
+            made = {agent: np.full(2, agents.index(agent), np.float32) for agent in episode.get_observations(-1)}
+            episode.set_observations(new_data=made, at_indices=-1)
 
     options: Any = {"module": RandomModule, "fragment_length": 2, "num_fragments": 1}
-    with MultiAgentRollout(Ids, joint_connector=lambda env: Looks(told=[]), **options) as rollout:
+    with MultiAgentRollout(
+        Ids, joint_connector=lambda env: LambdaConnector(look, observation_space=spaces), **options
+    ) as rollout:
         [fragment] = rollout.fragments()
     assert seen
     assert all(each == (set(agents), set(agents)) for each in seen)

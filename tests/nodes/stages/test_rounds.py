@@ -36,6 +36,10 @@ class Given:
     columns = {"rewards": Column("rewards", np.zeros((1, 1)))}  # noqa: RUF012
 
 
+def rounds_of(lanes: int, lag: LagBound) -> FragmentRounds[Any]:
+    return FragmentRounds(lanes, lag, lambda fragment: None, EpisodeCollector())
+
+
 @dataclass
 class SimulatedLane:
     index: int
@@ -94,7 +98,7 @@ class SimulatedRing:
 @given(lanes=st.integers(1, 4), ahead=st.integers(0, 2), data=st.data())
 def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
     lag = Published(lambda: {}, ahead, "pace")
-    rounds: FragmentRounds[Any] = FragmentRounds(lanes, lag, lambda fragment: None, EpisodeCollector())
+    rounds = rounds_of(lanes, lag)
     rounds.every_lane = set(range(lanes))
     credits = FragmentCredits(1 + ahead, rounds=rounds)
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
@@ -116,9 +120,7 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
 
 
 def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
-    rounds: FragmentRounds[Any] = FragmentRounds(
-        1, Published(lambda: {}, 1, "pace"), lambda fragment: None, EpisodeCollector()
-    )
+    rounds = rounds_of(1, Published(lambda: {}, 1, "pace"))
     rounds.every_lane = {0}
     given = iter([Given(0, 0, 0), Given(0, 1, 0), Given(1, 0, 0)])
 
@@ -134,9 +136,7 @@ def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
 
 
 def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
-    rounds: FragmentRounds[Any] = FragmentRounds(
-        1, Published(lambda: {}, 1, "pace"), lambda fragment: None, EpisodeCollector()
-    )
+    rounds = rounds_of(1, Published(lambda: {}, 1, "pace"))
     rounds.every_lane = {0}
     rounds.lane_left(was_the_last=True)
     rounds.lane_gone(0, 0)
@@ -179,9 +179,7 @@ class AbsentLanes:
 
 @given(lanes=st.integers(2, 4), ahead=st.integers(0, 2), seed=st.integers(0, 1 << 32))
 def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed: int) -> None:
-    rounds: FragmentRounds[Any] = FragmentRounds(
-        lanes, Published(lambda: {}, None), lambda fragment: None, EpisodeCollector()
-    )
+    rounds = rounds_of(lanes, Published(lambda: {}, None))
     credits, simulated = FragmentCredits(lanes * (1 + ahead)), [SimulatedLane(index) for index in range(lanes)]
     ring = AbsentLanes(Random(seed), simulated, LaneCounts(credits, rounds, 1 + ahead, None), credits)
     handed: list[Given] = []

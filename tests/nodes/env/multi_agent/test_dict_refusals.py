@@ -59,17 +59,10 @@ def step_all(*steps: Any) -> Any:
     return step
 
 
-def told(
-    observations: Any = None, rewards: Any = None, terminateds: Any = None, truncateds: Any = None, infos: Any = None
-) -> Any:
+def told(observations: Any = None, **others: Any) -> Any:
     """A step in which "a" goes on, but for what is given."""
-    return (
-        {"a": SEEN} if observations is None else observations,
-        {} if rewards is None else rewards,
-        NEVER if terminateds is None else terminateds,
-        NEVER if truncateds is None else truncateds,
-        {} if infos is None else infos,
-    )
+    given = {"rewards": {}, "terminateds": NEVER, "truncateds": NEVER, "infos": {}} | others
+    return {"a": SEEN} if observations is None else observations, *given.values()
 
 
 STEPS = {
