@@ -86,6 +86,9 @@ drawn_settings = st.builds(
 )
 
 
+AGENTS = Drawn(2, 1, 2, 1, 9, False, 8, 1, False, 0)
+
+
 def rollout_of(drawn: Setting, **options: Any) -> tuple[list[Any], AnyRollout]:
     """The environments, and a rollout over them; its pieces raise if that is how it ends."""
     piece, learns = drawn.ending == "piece", drawn.ending == "learner"
@@ -94,18 +97,7 @@ def rollout_of(drawn: Setting, **options: Any) -> tuple[list[Any], AnyRollout]:
         "learner_connector": lambda obs, act: breaking(drawn.items if learns else 0),
     }
     if drawn.several:
-        agents = Drawn(
-            envs=2,
-            lanes=drawn.lanes,
-            agents=2,
-            nested=1,
-            length=9,
-            at_once=False,
-            fragment_length=drawn.fragment_length,
-            lookback=1,
-            by_episode=False,
-            seed=drawn.seed,
-        )
+        agents = AGENTS._replace(lanes=drawn.lanes, fragment_length=drawn.fragment_length, seed=drawn.seed)
         return made_agents(agents, **options)
     envs, makers = numbered_envs(3, lengths=(1, 9))
     shape = {"lanes": drawn.lanes, "fragment_length": drawn.fragment_length, "seed": drawn.seed}
@@ -296,10 +288,13 @@ def test_a_vector_step_that_raises_is_lost_with_what_its_environments_made(where
     assert rollout.lost == {"failed": 2 * 5 - taker.steps}  # the one that raised had made its step, or had not
 
 
+def two_envs(**options: Any) -> Rollout:
+    return Rollout(numbered_envs(2)[1], module=NumberedModule(), fragment_length=3, seed=0, **options)
+
+
 def test_what_an_edge_drops_is_lost_where_it_goes_nowhere_else() -> None:
     for branches in (1, 2):
-        _, makers = numbered_envs(2)
-        rollout = Rollout(makers, module=NumberedModule(), fragment_length=3, seed=0, num_fragments=9)
+        rollout = two_envs(num_fragments=9)
         graph, taker, other = Graph("drops"), Taker(1), Taker(1)
 
         async def main(graph: Graph = graph) -> Any:
@@ -325,8 +320,7 @@ def test_what_an_edge_drops_is_lost_where_it_goes_nowhere_else() -> None:
 
 @pytest.mark.anyio
 async def test_what_comes_for_a_node_that_has_ended_is_dropped() -> None:
-    _, makers = numbered_envs(2)
-    rollout = Rollout(makers, module=NumberedModule(), fragment_length=3, seed=0, num_fragments=9)
+    rollout = two_envs(num_fragments=9)
     taker = Taker(2)
 
     async def takes_two(items: Inlet[Any]) -> None:
@@ -345,8 +339,7 @@ async def test_what_comes_for_a_node_that_has_ended_is_dropped() -> None:
 @pytest.mark.anyio
 async def test_of_several_sinks_each_has_what_is_not_counted() -> None:
     """A fragment that one sink has and another has not is lost, once."""
-    _, makers = numbered_envs(2)
-    rollout = Rollout(makers, module=NumberedModule(), fragment_length=3, seed=0)
+    rollout = two_envs()
     takers = {"first": Taker(1), "second": Taker(3)}
     graph = Graph("several sinks")
     graph.add(rollout=rollout, hop=passing_on)

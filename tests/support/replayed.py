@@ -1,14 +1,18 @@
 """Fragments of numbered environments for a replay, and what must stand in a row that is sampled from it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+from feeding_rollouts import SHORT
 from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from serial_module import at_of
 
 from rollflow import DatasetSink, Replay, Rollout
+from rollflow.sinks import ReplayClient, ReplayHost
 from rollflow.stream.data.tree import map_tree
 
 Step = tuple[int, int, int]  # slot, episode, step
@@ -78,3 +82,20 @@ def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a batch of single steps, as arrays and numbers."""
     count = len(batch["rewards"])
     return [map_tree(lambda leaf, place=place: leaf[place].numpy(), batch) for place in range(count)]
+
+
+@contextmanager
+def serving(replay: Replay, tmp_path: Path, scheme: str = "unix", **options: Any) -> Iterator[ReplayHost]:
+    """A host; its addresses are in a folder, or with "tcp" on a port of this machine's."""
+    anywhere = "tcp://127.0.0.1:0"
+    settings = {
+        "rollouts": anywhere if scheme == "tcp" else f"{scheme}:{tmp_path / 'rollouts'}",
+        "trainers": anywhere if scheme == "tcp" else f"unix:{tmp_path / 'trainers'}",
+        "limits": SHORT,
+    }
+    with ReplayHost(replay, **{**settings, **options}) as host:
+        yield host
+
+
+def client_of(host: ReplayHost, **options: Any) -> ReplayClient:
+    return ReplayClient(str(host.trainers), **{"timeout": 20.0, **options})

@@ -249,21 +249,28 @@ UNKNOWN = r"expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: csv, json
 PORT = "expected PORT or HOST:PORT, a port from 0 to 65535"
 COLLECTOR = "expected the address of a collector, such as http://host:4318"
 REFUSED: list[tuple[Any, str]] = [
-    *((text, UNKNOWN) for text in ("tensorboard", "tensorbord:runs", ":x", "", "CSV:run.csv", 7)),
-    *((f"prometheus:{target}", PORT) for target in ("", "web", "70000", "-1", "localhost:", "1.5")),
+    *(({"log": [text]}, UNKNOWN) for text in ("tensorboard", "tensorbord:runs", ":x", "", "CSV:run.csv", 7)),
+    *(({"log": f"prometheus:{target}"}, PORT) for target in ("", "web", "70000", "-1", "localhost:", "1.5")),
     *(
-        (f"otlp:{target}", COLLECTOR)
+        ({"log": f"otlp:{target}"}, COLLECTOR)
         for target in ("", "4318", "host:4318", "ftp://host", "http://", "http://host:port")
     ),
-    ("mlflow:", "log='mlflow:' names no experiment, expected 'mlflow:EXPERIMENT'"),
-    ("progress:run", "log='progress:run' names a target, expected 'progress:'"),
+    ({"log": "mlflow:"}, "log='mlflow:' names no experiment, expected 'mlflow:EXPERIMENT'"),
+    ({"log": "progress:run"}, "log='progress:run' names a target, expected 'progress:'"),
+    ({"log": 7}, "log is 7, expected a text such as 'csv:run.csv', or a list of them"),
+    ({"log": ["csv:x.csv", "csv:x.csv"]}, "log has 'csv:x.csv' and 'csv:x.csv', expected each place once"),
+    ({"log": ["csv:x.csv", "csv:./x.csv"]}, "log has 'csv:x.csv' and 'csv:./x.csv', expected each place once"),
+    ({"every": 0}, "log_every is 0, expected a number of seconds above 0"),
+    ({"every": "1"}, "log_every is '1', expected a number of seconds above 0"),
+    ({"every": math.inf}, "log_every is inf, expected a number of seconds above 0"),
+    ({"axis": "epochs"}, "log_x is 'epochs', expected 'steps', 'updates', 'time'"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED)
-def test_what_names_no_destination_is_refused(text: Any, message: str) -> None:
-    with pytest.raises(MetricsError, match=message):
-        LogOptions([text])
+@pytest.mark.parametrize(("options", "text"), REFUSED)
+def test_options_that_cannot_be_worked_with_are_refused(options: Any, text: str) -> None:
+    with pytest.raises(MetricsError, match=text):
+        LogOptions(**options)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
@@ -282,23 +289,6 @@ def test_a_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: 
     with pytest.raises(MetricsError, match=expected[place]):
         LogOptions(f"{kind}:{target}")
     assert sorted(os.listdir(tmp_path)) == ["other", "there"]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"log": 7}, "log is 7, expected a text such as 'csv:run.csv', or a list of them"),
-        ({"log": ["csv:x.csv", "csv:x.csv"]}, "log has 'csv:x.csv' and 'csv:x.csv', expected each place once"),
-        ({"log": ["csv:x.csv", "csv:./x.csv"]}, "log has 'csv:x.csv' and 'csv:./x.csv', expected each place once"),
-        ({"every": 0}, "log_every is 0, expected a number of seconds above 0"),
-        ({"every": "1"}, "log_every is '1', expected a number of seconds above 0"),
-        ({"every": math.inf}, "log_every is inf, expected a number of seconds above 0"),
-        ({"axis": "epochs"}, "log_x is 'epochs', expected 'steps', 'updates', 'time'"),
-    ],
-)
-def test_options_that_cannot_be_worked_with_are_refused(options: Any, text: str) -> None:
-    with pytest.raises(MetricsError, match=text):
-        LogOptions(**options)
 
 
 def test_every_kind_is_on_the_page() -> None:

@@ -20,10 +20,11 @@ from feeding_rollouts import SHORT, feeding, rollout_of, weights
 from held_envs import await_that
 from killable_trainer import forked
 from leftovers import held_here
+from replayed import client_of, serving
 
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
-from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SamplesPerInsert
+from rollflow.sinks import Newest, Prioritized, ReplayClient, SamplesPerInsert
 from rollflow.sinks.replay.sample_server import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
@@ -31,23 +32,6 @@ from rollflow.stream.observe.run_socket import FOLDER, snapshots
 from rollflow.stream.wire import Limits
 
 SECRET = "correct horse battery staple"
-
-
-@contextmanager
-def serving(replay: Replay, tmp_path: Path, scheme: str = "unix", **options: Any) -> Iterator[ReplayHost]:
-    """A host; its addresses are in a folder, or with "tcp" on a port of this machine's."""
-    anywhere = "tcp://127.0.0.1:0"
-    settings = {
-        "rollouts": anywhere if scheme == "tcp" else f"{scheme}:{tmp_path / 'rollouts'}",
-        "trainers": anywhere if scheme == "tcp" else f"unix:{tmp_path / 'trainers'}",
-        "limits": SHORT,
-    }
-    with ReplayHost(replay, **{**settings, **options}) as host:
-        yield host
-
-
-def client_of(host: ReplayHost, **options: Any) -> ReplayClient:
-    return ReplayClient(str(host.trainers), **{"timeout": 20.0, **options})
 
 
 def check_rows(batch: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, drawn_settings
-from feeding_rollouts import SHORT, feeding, weights_of_agents
+from feeding_rollouts import feeding, weights_of_agents
 from held_envs import await_that
 from hypothesis import given, settings, strategies as st
 from lost_agents import numbers
 from property_examples import examples
-from replayed import Played, insert_all
+from replayed import Played, client_of, insert_all, serving
 from replayed_agents import TURNS, fragments_of, of_two_modules, rows_in, steps_by_module
 from serial_module import at_of
 
 from rollflow import Replay
-from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SampledNStepReturns, SamplesPerInsert, Storage
+from rollflow.sinks import Newest, Prioritized, SampledNStepReturns, SamplesPerInsert, Storage
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -202,10 +202,8 @@ def test_one_agent_and_several_are_kept_apart() -> None:
 
 def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path) -> None:
     replay = Replay(4096, sampler=Prioritized(), seed=0)
-    addresses = {"rollouts": f"unix:{tmp_path / 'rollouts'}", "trainers": f"unix:{tmp_path / 'trainers'}"}
-    with ReplayHost(replay, **addresses, limits=SHORT) as host:
-        client = ReplayClient(str(host.trainers), timeout=20.0)
-        with client, feeding(host.rollouts, [0, 1], agents=2, num_fragments=4) as running:
+    with serving(replay, tmp_path) as host, client_of(host) as client:
+        with feeding(host.rollouts, [0, 1], agents=2, num_fragments=4) as running:
             await_that(lambda: client.report().inserted > 0)
             for module_id, batch in client.sample(16).items():
                 at, after = (at_of(batch[name]) for name in ("obs", "new_obs"))
@@ -228,22 +226,16 @@ def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path)
 
 
 def test_what_a_host_had_when_it_failed_is_sent_again_and_is_there_once(tmp_path: Path) -> None:
-    addresses = {"rollouts": f"unix:{tmp_path / 'rollouts'}", "trainers": f"unix:{tmp_path / 'trainers'}"}
-    options: dict[str, Any] = {"checkpoint": tmp_path / "saved", "limits": SHORT, **addresses}
-    first, second = (Replay(4096, sampler=Newest(), seed=0) for _ in range(2))
+    saved, (first, second) = tmp_path / "saved", (Replay(4096, sampler=Newest(), seed=0) for _ in range(2))
     with ExitStack() as stack:
-        running = stack.enter_context(feeding(addresses["rollouts"], [0, 1], agents=2, num_fragments=6))
-        with pytest.raises(_HostFails), ReplayHost(first, every=3600.0, **options):
+        running = stack.enter_context(feeding(f"unix:{tmp_path / 'rollouts'}", [0, 1], agents=2, num_fragments=6))
+        with suppress(ZeroDivisionError), serving(first, tmp_path, checkpoint=saved, every=3600.0):
             await_that(lambda: first.report().inserted > 0)
-            raise _HostFails
-        with ReplayHost(second, every=0.05, **options):
+            raise ZeroDivisionError  # the host fails
+        with serving(second, tmp_path, checkpoint=saved, every=0.05):
             stack.close()  # the rollout ends once a checkpoint has all of it
     batches = second.sample(4096)
     for batch in batches.values():
         counts = Counter(map(numbers, at_of(batch["obs"])))
         assert set(counts.values()) == {1}
     assert sum(len(batch["rewards"]) for batch in batches.values()) == running.rollout.num_steps == 6 * 8 * 4
-
-
-class _HostFails(Exception):
-    """An error in the block of a host."""

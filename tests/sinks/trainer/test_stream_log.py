@@ -77,11 +77,6 @@ def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> N
         pass
 
 
-def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:
-    with pytest.raises(MetricsError, match="kinds: csv, jsonl"):
-        TrainerStream("tcp://127.0.0.1:0", log="nowhere")
-
-
 def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Path) -> None:
     rollout = rollout_of(range(4), lanes=2, num_fragments=3, watch=Watch(trace=str(tmp_path / "feed.trace.gz")))
     batches = Batches(fragments=2)
@@ -104,6 +99,14 @@ def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Pa
     assert {f"rollout/lane {lane}" for lane in range(2)} <= tracks(of_feed).keys()
 
 
-def test_a_trace_that_can_not_be_written_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a file in a folder that is there"):
-        trainer(watch=Watch(trace=str(tmp_path / "none" / "run.trace")))
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"log": "nowhere"}, "kinds: csv, jsonl"),
+        ({"watch": Watch(trace="none/run.trace")}, "expected a file in a folder that is there"),
+    ],
+    ids=["log", "trace"],
+)
+def test_what_cannot_be_written_to_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
+    with pytest.raises((MetricsError, ValueError), match=told):
+        trainer(**options)

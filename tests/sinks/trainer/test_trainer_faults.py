@@ -213,13 +213,8 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
 
 def test_of_several_gates_the_first_that_refuses_is_what_holds_a_lane() -> None:
     lane: Any = SimpleNamespace(index=0, at_start=True, sequence=0)
-
-    class Held(FragmentCredits):
-        def __init__(self, limit: int, holder: str) -> None:
-            super().__init__(limit)
-            self.holder = holder
-
-    gates, gate = [FragmentCredits(1), Held(0, "one"), Held(0, "other")], LaneGates(None)  # type: ignore[arg-type]
+    gates, gate = [FragmentCredits(limit) for limit in (1, 0, 0)], LaneGates(None)  # type: ignore[arg-type]
+    vars(gates[1])["holder"], vars(gates[2])["holder"] = "one", "other"
     gate.take(gates)
     assert gate.holder is None
     assert not gate.admits(lane)

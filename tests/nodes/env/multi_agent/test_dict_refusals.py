@@ -24,13 +24,14 @@ NEVER: dict[Any, bool] = {"__all__": False}
 class Scripted(MultiAgentEnv):
     """Agents "a" and "b"; the reset gives `first`, and each step the next of `steps`: five dicts."""
 
-    def __init__(self, *steps: Any, first: Any = ({"a": SEEN}, {})) -> None:
+    def __init__(self, *steps: Any, first: Any = ({"a": SEEN}, {}), **attributes: Any) -> None:
         self.possible_agents = ["a", "b"]
         self.observation_spaces = dict.fromkeys(self.possible_agents, SPACE)
         self.action_spaces = dict.fromkeys(self.possible_agents, ACTIONS)
         self.first, self.steps = first, list(steps)
         self.seeds: list[int | None] = []
         self.is_closed = False
+        vars(self).update(attributes)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self.seeds.append(seed)
@@ -171,28 +172,19 @@ def test_a_step_before_the_first_reset_is_refused() -> None:
 # Environments that can't be stepped
 
 
-class Agents(Scripted):
-    """With other attributes."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__()
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-
 MADE = {
-    "no agents": (lambda: Agents(possible_agents=[]), "'possible_agents' is missing or empty, expected every agent"),
-    "an agent named all": (lambda: Agents(possible_agents=["a", "__all__"]), "none named '__all__'"),
+    "no agents": (lambda: Scripted(possible_agents=[]), "'possible_agents' is missing or empty, expected every agent"),
+    "an agent named all": (lambda: Scripted(possible_agents=["a", "__all__"]), "none named '__all__'"),
     "a space missing": (
-        lambda: Agents(observation_spaces={"a": SPACE}),
+        lambda: Scripted(observation_spaces={"a": SPACE}),
         "environment 4: agent 'b': its observation space is None, expected a gymnasium.Space in 'observation_spaces'",
     ),
     "a space without columns": (
-        lambda: Agents(action_spaces={"a": ACTIONS, "b": gym.spaces.Text(3)}),
+        lambda: Scripted(action_spaces={"a": ACTIONS, "b": gym.spaces.Text(3)}),
         "environment 4: agent 'b': the action space Text.* has no columns; expected Box, Discrete",
     ),
     "no dict of spaces": (
-        lambda: Agents(observation_spaces=None),
+        lambda: Scripted(observation_spaces=None),
         r"environment 4: agent 'a': 'observation_spaces' is None, expected a dict: agent -> gymnasium.Space, or "
         r"'get_observation_space' to give the agent's, which raises KeyError\('a'\)",
     ),
@@ -211,9 +203,9 @@ def test_an_environment_that_is_refused(name: str) -> None:
 def test_environments_that_differ_are_refused_and_closed() -> None:
     first = Scripted()
     for other, match in (
-        (Agents(possible_agents=["b", "a"]), r"environment 1: its agents are \['b', 'a'\], expected those of env"),
+        (Scripted(possible_agents=["b", "a"]), r"environment 1: its agents are \['b', 'a'\], expected those of env"),
         (
-            Agents(action_spaces=dict.fromkeys("ab", gym.spaces.Discrete(4))),
+            Scripted(action_spaces=dict.fromkeys("ab", gym.spaces.Discrete(4))),
             r"environment 1: agent 'a': its action space is Discrete\(4\), expected that of environment 0, Discrete\(3",
         ),
         (first, "the callable for environment 1 gave one that another has already given"),

@@ -83,15 +83,11 @@ def test_joint_pieces_see_the_episodes_that_begin_after_a_loss(drawn: Drawn, eve
     assert {episode.id_ for fragment in fragments for episode in fragment.episodes()} <= seen.keys()
 
 
-class Endless(NumberedAgents):
-    """Episodes that go on and on."""
+class OneWaits(NumberedAgents):
+    """Episodes that go on and on: agent 1 acts once and never hears of it; agent 0 acts in every step."""
 
     def _draw_ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
         return {"__all__": False}, {"__all__": False}
-
-
-class OneWaits(Endless):
-    """Agent 1 acts once and never hears of it; agent 0 acts in every step."""
 
     def _draw_who_sees(self, *flags: Any) -> list[str]:
         return ["agent 0"]
