@@ -29,7 +29,7 @@ def error_of(events: list[wire.Event]) -> WireError:
     return events[-1].error
 
 
-def assert_broken(events: list[wire.Event], code: str, told: str) -> None:
+def check_broken(events: list[wire.Event], code: str, told: str) -> None:
     """Assert that a connection broke, with an error of this code that says this."""
     error = error_of(events)
     assert error.code == code

@@ -164,15 +164,18 @@ def one_push(step: int) -> float:
     return float(step == 0)
 
 
+def fragments_in(where: Any, makers: Any, pieces: list[ConnectorV2], **options: Any) -> list[Any]:
+    """The fragments of a rollout of one lane whose actions go through these pieces."""
+    with Rollout(makers, lanes=1, where=where, seed=0, module_to_env_connector=lambda _: pieces, **options) as rollout:
+        return list(rollout.fragments())
+
+
 @each_place
 def test_every_place_follows_the_schedule_by_itself(where: Any, pieces: list[ConnectorV2]) -> None:
     _, makers = numbered_envs(4, lengths=(3, 8))
     explores = EpsilonGreedy(schedule=Linear(1.0, 0.0, 10))
-    options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 1, "seed": 0}
-    with Rollout(
-        makers, lanes=1, where=where, module_to_env_connector=lambda env: [explores, *pieces], **options
-    ) as rollout:
-        fragment = next(iter(rollout.fragments()))
+    options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 1}
+    [fragment] = fragments_in(where, makers, [explores, *pieces], **options)
     actions = fragment.column(Columns.ACTIONS)
     best = logits_of(torch.tensor(fragment.column("seen")).float()).argmax(-1).numpy()
     assert (actions[10:] == best[10:]).all()
@@ -186,11 +189,8 @@ def test_noise_decays_by_theta_until_the_episode_ends(where: Any, pieces: list[C
     lengths = (5, 9)
     makers: Any = [lambda n=n: gym.make("Pendulum-v1", max_episode_steps=n) for n in lengths]
     drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
-    options: Any = {"module": Middle, "fragment_length": 4, "num_fragments": 3, "seed": 0}
-    with Rollout(
-        makers, lanes=1, where=where, module_to_env_connector=lambda env: [drifts, *pieces], **options
-    ) as rollout:
-        fragments = list(rollout.fragments())
+    options: Any = {"module": Middle, "fragment_length": 4, "num_fragments": 3}
+    fragments = fragments_in(where, makers, [drifts, *pieces], **options)
     noise = np.concatenate([fragment.column("action_noise") for fragment in fragments])[..., 0]
     actions = np.concatenate([fragment.column("actions") for fragment in fragments])[..., 0]
     assert (noise[0] != 0).all()
@@ -222,17 +222,10 @@ class Pair(MultiAgentEnv):
 
 def test_the_noise_of_each_of_several_agents_goes_on_with_its_own_steps() -> None:
     drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
-    with MultiAgentRollout(
-        Pair,
-        module=Middle,
-        num_envs=2,
-        fragment_length=8,
-        num_fragments=1,
-        seed=0,
-        module_to_env_connector=lambda env: drifts,
-    ) as rollout:
+    options = HEATED | {"fragment_length": 8}
+    with MultiAgentRollout(Pair, module_to_env_connector=lambda env: drifts, **options) as rollout:
         whole = [episode for episode in next(rollout.fragments()).episodes() if episode.is_done]
-    assert len(whole) == 2
+    assert len(whole) == 4
     for agent, steps in (("every", 6), ("second", 3)):
         for episode in whole:
             noise = episode.agent_episodes[agent].get_extra_model_outputs("action_noise")[:, 0]

@@ -38,6 +38,12 @@ def fed(rows: Any, space: gym.Space[Any] = FLAT) -> MeanStdFilter:
     return piece
 
 
+def restored(state: dict[str, Any]) -> MeanStdFilter:
+    piece = MeanStdFilter(FLAT)
+    piece.set_state(state)
+    return piece
+
+
 def test_every_observation_is_counted_before_it_is_filtered() -> None:
     piece = MeanStdFilter(spaces.Box(-np.inf, np.inf, (1,), np.float32))
     out = filtered(piece, [np.array([1.0]), np.array([3.0]), np.array([8.0])])
@@ -96,8 +102,7 @@ def test_merged_states_are_those_of_a_single_pass(parts: list[Any], data: st.Dat
     given_states = [states[i] for i in order] + [states[i] for i in data.draw(st.lists(st.sampled_from(order)))]
     split = data.draw(st.integers(0, len(given_states)))
     early = MeanStdFilter(FLAT).merge_states(given_states[:split])
-    merged = MeanStdFilter(FLAT)
-    merged.set_state(merged.merge_states([early, *given_states[split:], early]))
+    merged = restored(MeanStdFilter(FLAT).merge_states([early, *given_states[split:], early]))
     rows = np.array([row for part in parts for row in part]).reshape(-1, 2)
     assert merged.count == len(rows)
     if len(rows):
@@ -112,8 +117,7 @@ def test_the_order_of_merging_shows_in_no_digit() -> None:
     states = [fed(part).get_state() for part in rows]
     means = set()
     for order in itertools.permutations(states):
-        piece = MeanStdFilter(FLAT)
-        piece.set_state(piece.merge_states(list(order)))
+        piece = restored(MeanStdFilter(FLAT).merge_states(list(order)))
         means.add((piece.mean.tobytes(), piece.deviation.tobytes()))
     assert len(means) == 1
 
@@ -128,8 +132,7 @@ def test_a_variance_far_from_zero_keeps_its_digits() -> None:
 
 def test_merging_takes_in_what_the_filter_itself_has_counted() -> None:
     mine, other = fed([[1.0, 1.0]] * 3), fed([[5.0, 5.0]])
-    merged = MeanStdFilter(FLAT)
-    merged.set_state(mine.merge_states([other.get_state(), mine.get_state()]))
+    merged = restored(mine.merge_states([other.get_state(), mine.get_state()]))
     assert (merged.count, merged.mean.tolist()) == (4, [2.0, 2.0])
     alone = ConnectorPipelineV2(connectors=[mine])
     for resulting in (mine.merge_states([]), alone.merge_states([{}])["MeanStdFilter"]):
@@ -163,8 +166,7 @@ def test_rounds_of_merging_count_every_observation_once() -> None:
         count(filters[1])  # after it has given its state
         filters[1].set_state(merged)
         assert filters[1].count == len(seen) > before
-        filters[2] = MeanStdFilter(FLAT)  # goes on from the state of one that is no more
-        filters[2].set_state(merged)
+        filters[2] = restored(merged)  # goes on from the state of one that is no more
 
 
 def test_a_reset_filter_has_seen_nothing() -> None:
@@ -181,8 +183,7 @@ def test_a_state_is_a_snapshot_that_can_be_sent() -> None:
     state = piece.get_state()
     filtered_together(piece, [[5.0, 5.0]])
     packed = msgpack.packb(state, default=lambda array: array.tolist())
-    other = MeanStdFilter(FLAT)
-    other.set_state(msgpack.unpackb(packed))
+    other = restored(msgpack.unpackb(packed))
     assert (other.count, other.mean.tolist()) == (1, [1.0, 2.0])
 
 

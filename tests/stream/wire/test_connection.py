@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from wire_ends import Ends, assert_broken, error_of, frame_as, refusing, running, running_reset, taken_from, told_by
+from wire_ends import Ends, check_broken, error_of, frame_as, refusing, running, running_reset, taken_from, told_by
 from wire_messages import first_rows, hello, rows
 
 from rollflow.stream import wire
@@ -165,7 +165,7 @@ def test_a_peer_that_is_silent_for_three_heartbeats_is_given_up() -> None:
         for now in (10.0, 20.0):
             assert connection.tick(now) == []
             assert isinstance(wire.decode(taken_from(connection)), wire.Ping)
-        assert_broken(connection.tick(30.0), "silent", "silent for 30 s or more")
+        check_broken(connection.tick(30.0), "silent", "silent for 30 s or more")
         assert told_by(connection).code == "silent"
 
 
@@ -281,7 +281,7 @@ def test_more_after_a_goodbye_is_a_breach() -> None:
 def test_a_connection_that_ends_without_a_goodbye_is_lost(data: bytes, told: str) -> None:
     ends = running()
     ends.gateway.receive(data, 1.0)
-    assert_broken(ends.gateway.ended(), "lost", told)
+    check_broken(ends.gateway.ended(), "lost", told)
     assert taken_from(ends.gateway) == b""
     assert ends.gateway.ended() == []
 

@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from wire_ends import (
-    Ends,
-    allocated,
-    assert_broken,
-    error_of,
-    frame_as,
-    greeted,
-    refusing,
-    running,
-    taken_from,
-    told_by,
-)
+from wire_ends import Ends, allocated, check_broken, error_of, frame_as, greeted, refusing, running, taken_from, told_by
 from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
 
 from rollflow.stream import wire
@@ -162,7 +151,7 @@ def test_a_gateway_of_another_version_is_refused() -> None:
 )
 def test_a_message_out_of_turn_is_refused(message: wire.Message) -> None:
     for connection in (Ends().host, Ends().gateway):
-        assert_broken(connection.receive(frame_as(message), 0.0), "order", f"{message.kind} in the handshake")
+        check_broken(connection.receive(frame_as(message), 0.0), "order", f"{message.kind} in the handshake")
         assert told_by(connection).code == "order"
 
 
@@ -178,7 +167,7 @@ def test_the_handshake_has_a_time_limit_at_both_ends() -> None:
     for connection in (ends.host, ends.gateway):
         assert connection.next_deadline() == 105.0
         assert connection.tick(104.9) == []
-        assert_broken(connection.tick(105.0), "handshake", "the handshake is not over after 5 s")
+        check_broken(connection.tick(105.0), "handshake", "the handshake is not over after 5 s")
         assert connection.next_deadline() is None
         assert told_by(connection).code == "handshake"
 
@@ -202,7 +191,7 @@ def test_a_busy_host_takes_no_welcome_but_one_to_go_on() -> None:
     other = greeted(host_session=before.host_session)
     other.host.is_busy = True
     other.gateway.welcome(wire.GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
-    assert_broken(other.to_host(), "busy", "the host is busy with another gateway")
+    check_broken(other.to_host(), "busy", "the host is busy with another gateway")
     assert told_by(other.host).code == "busy"
     same = greeted(host_session=before.host_session)
     same.host.is_busy = True

@@ -1,7 +1,7 @@
 """A host of role "rollout": what it is told beside its turns, before them and after a connection was lost."""
 
 import pytest
-from wire_ends import Ends, assert_broken, error_of, frame_as, greeted, refusing, running, taken_from
+from wire_ends import Ends, check_broken, error_of, frame_as, greeted, refusing, running, taken_from
 from wire_messages import EXAMPLES, hello
 
 from rollflow.stream import wire
@@ -80,7 +80,7 @@ def test_what_is_for_a_welcomed_host_of_rollouts_is_for_nobody_else(kind: str) -
         (stranger.host, "in the handshake, expected welcome"),
         (rollout_ends().gateway, "from a host, expected an answer or metrics"),
     ):
-        assert_broken(end.receive(frame_as(message), 1.0), "order", f"{kind} {told}")
+        check_broken(end.receive(frame_as(message), 1.0), "order", f"{kind} {told}")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from property_examples import examples
-from wire_ends import StreamEnds, assert_broken, error_of, frame_as, taken_from
+from wire_ends import StreamEnds, check_broken, error_of, frame_as, taken_from
 from wire_messages import EXAMPLES, TOKEN
 
 from rollflow.stream import wire
@@ -59,7 +59,7 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
         events: list[wire.Event] = []
         for number in numbers:
             events = ends.trainer.receive(frame_as(fragment(number)), 0.0)
-        assert_broken(events, code, told)
+        check_broken(events, code, told)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
 def test_an_end_refuses_what_must_not_come(message: wire.Message, told: str, code: str) -> None:
     ends = Ends(given=2)
     end = ends.trainer if " from " in told else ends.source
-    assert_broken(end.receive(frame_as(message), 0.0), code, told)
+    check_broken(end.receive(frame_as(message), 0.0), code, told)
 
 
 def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:

@@ -61,19 +61,22 @@ Ones = register_lambda_action_connector(
 )
 
 
+def rollout_of(agent: list[Any] | None = None, action: list[Any] | None = None, **options: Any) -> Rollout:
+    """A rollout of `Doubling` through these connectors."""
+    if agent is not None:
+        options["env_to_module_connector"] = lambda env: AgentConnectorPipeline(None, agent)
+    if action is not None:
+        options["module_to_env_connector"] = lambda env: ActionConnectorPipeline(None, action)
+    return Rollout(Doubling, seed=0, **options)
+
+
 def chunks_of(rollout: Rollout, count: int = 1) -> list[Any]:
     with rollout:
         return [chunk for _, f in zip(range(count), rollout.fragments(), strict=False) for chunk in f.episodes()]
 
 
 def test_a_pipeline_changes_what_the_module_gets_and_what_is_recorded() -> None:
-    rollout = Rollout(
-        Doubling,
-        num_envs=2,
-        fragment_length=7,
-        seed=0,
-        env_to_module_connector=lambda env: AgentConnectorPipeline(None, [Pairs(), ClipRewardAgentConnector(limit=7)]),
-    )
+    rollout = rollout_of([Pairs(), ClipRewardAgentConnector(limit=7)], num_envs=2, fragment_length=7)
     assert rollout.module.observation_space.shape == (2,)
     chunks = chunks_of(rollout)
     assert sorted(len(chunk) for chunk in chunks) == [2, 2, 5, 5]
@@ -84,14 +87,7 @@ def test_a_pipeline_changes_what_the_module_gets_and_what_is_recorded() -> None:
 
 
 def test_the_environments_get_what_action_connectors_leave_and_the_choice_is_recorded() -> None:
-    rollout = Rollout(
-        Doubling,
-        num_envs=3,
-        fragment_length=20,
-        seed=0,
-        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Ones(), ImmutableActionsConnector()]),
-    )
-    chunks = chunks_of(rollout)
+    chunks = chunks_of(rollout_of(action=[Ones(), ImmutableActionsConnector()], num_envs=3, fragment_length=20))
     assert {int(action) for chunk in chunks for action in chunk.get_actions()} == {0, 1, 2}
     assert {info["action"] for chunk in chunks for info in chunk.get_infos()[1:]} == {1}
 
@@ -119,8 +115,7 @@ class Logs(AgentConnector):
 
 
 def test_connectors_are_reset_at_an_episodes_start_and_hear_each_choice_once() -> None:
-    logs = Logs()
-    rollout = Rollout(Doubling, num_envs=1, fragment_length=6, seed=0, env_to_module_connector=lambda env: logs)
+    rollout = rollout_of(num_envs=1, fragment_length=6, env_to_module_connector=lambda env: Logs())
     logs = rollout.env_to_module["Logs"].pipeline.connectors[0]
     logs.calls.clear()
     chunks = chunks_of(rollout)
@@ -182,16 +177,8 @@ def pieces(env: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_a_pipeline_runs_wherever_environments_do_and_its_state_comes_back(where: str) -> None:
-    rollout = Rollout(
-        Doubling,
-        num_envs=4,
-        lanes=2,
-        fragment_length=8,
-        seed=0,
-        where=where,
-        env_to_module_connector=pieces,
-        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Ones()]),
-    )
+    options: Any = {"num_envs": 4, "lanes": 2, "fragment_length": 8, "env_to_module_connector": pieces}
+    rollout = rollout_of(action=[Ones()], where=where, **options)
     chunks = chunks_of(rollout, 4)
     assert {chunk.get_observations().shape[1] for chunk in chunks} == {2}
     assert sum(map(len, chunks)) == 4 * 8 * 2
@@ -267,10 +254,7 @@ def test_columns_for_the_policy_come_into_the_batch() -> None:
 
         forward_inference = forward_exploration
 
-    rollout = Rollout(
-        Doubling, module=Module(), num_envs=1, fragment_length=4, env_to_module_connector=lambda env: EarlierRewards()
-    )
-    chunks_of(rollout)
+    chunks_of(rollout_of([EarlierRewards()], module=Module(), num_envs=1, fragment_length=4))
     assert [each.tolist() for each in seen[:4]] == [[[0.0, 0.0]], [[0.0, 3.0]], [[3.0, 6.0]], [[6.0, 9.0]]]
 
 
