@@ -143,16 +143,11 @@ def test_nothing_is_left_of_a_program_that_is_killed(tmp_path: Path) -> None:
     assert psutil.wait_procs([*hosts, *filter(None, servers)], timeout=60)[1] == []
 
 
-def test_wrong_numbers_of_hosts_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_hosts is 0, expected a whole number from 1 on"):
-        OnProcesses(num_hosts=0)
-    with pytest.raises(ValueError, match="join_timeout is 'long', expected seconds"):
-        OnProcesses(join_timeout="long")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"num_hosts": 0}, "num_hosts is 0, expected a whole number from 1 on"),
+        ({"join_timeout": "long"}, "join_timeout is 'long', expected seconds"),
         ({"strategy": "near"}, "strategy is 'near', expected 'spread' or 'pack'"),
         ({"num_cpus": 0}, "a host's resources are {'CPU': 0, 'GPU': 0}, expected numbers from 0 on, and one above 0"),
         ({"address": "tcp://0.0.0.0:7010"}, "'tcp://0.0.0.0:7010', expected a 'tcp://host:port' that hosts can dial"),
@@ -161,9 +156,11 @@ def test_wrong_numbers_of_hosts_are_refused() -> None:
         ({"resources": {"tpu": -1}}, "a host's resources are {'CPU': 1, 'GPU': 0, 'tpu': -1}, expected numbers"),
     ],
 )
-def test_wrong_options_of_ray_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
-        OnRay(**options)
+def test_wrong_options_are_refused(options: dict[str, Any], told: str) -> None:
+    """Those of any hosts of one's own, and those of Ray."""
+    for kind in (OnProcesses, OnRay) if options.keys() <= {"num_hosts", "join_timeout"} else (OnRay,):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            kind(**options)
 
 
 def test_a_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

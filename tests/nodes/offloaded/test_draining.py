@@ -110,17 +110,22 @@ def held_in_its_fragment(folder: Path, **options: Any) -> Iterator[tuple[Rollout
         let_go(folder, 0)
 
 
+def check_comes_with_six_steps(rollout: Any) -> None:
+    """One fragment comes, cut short, and then its host leaves, of which nothing is lost."""
+    fragments = [next(iter(rollout.fragments()))]
+    await_that(lambda: not rollout.environments.gateway.hosts)
+    rollout.drain()
+    fragments += rollout.fragments()
+    assert {slot: len(steps) for slot, steps in rewards_by_slot(fragments).items()} == {0: 6}
+    assert rollout.lost == {}
+
+
 def test_a_fragment_ends_with_the_step_that_it_is_at(tmp_path: Path) -> None:
     with held_in_its_fragment(tmp_path) as (host, rollout):
         host.drain()
         await_that(lambda: host._lanes[0].session.cut)
         let_go(tmp_path, 0)
-        fragments = [next(iter(rollout.fragments()))]
-        await_that(lambda: not rollout.environments.gateway.hosts)  # type: ignore[attr-defined]
-        rollout.drain()
-        fragments += rollout.fragments()
-    assert {slot: len(steps) for slot, steps in rewards_by_slot(fragments).items()} == {0: 6}
-    assert rollout.lost == {}
+        check_comes_with_six_steps(rollout)
 
 
 @pytest.mark.wait_times(first_word_s=0.01)
@@ -175,7 +180,6 @@ def test_a_second_word_may_shorten_the_grace_and_not_prolong_it(tmp_path: Path) 
 def test_what_a_lost_connection_had_is_given_to_the_next(tmp_path: Path, *, is_made: bool) -> None:
     held = [partial(Held, 0, tmp_path, steps=[5])]
     with wired(held, fragment_length=ENDLESS, prefetch=1) as (rollout, host, wire):
-        gateway = rollout.environments.gateway  # type: ignore[attr-defined]
         await_held(tmp_path, 0)
         cut_off(wire, rollout)
         host.drain()
@@ -185,12 +189,7 @@ def test_what_a_lost_connection_had_is_given_to_the_next(tmp_path: Path, *, is_m
             await_that(lambda: not host._busy_lanes())  # and nobody has taken it
         wire.is_down = False
         let_go(tmp_path, 0)
-        fragments = [next(iter(rollout.fragments()))]
-        await_that(lambda: not gateway.hosts)
-        rollout.drain()
-        fragments += rollout.fragments()
-    assert {slot: len(steps) for slot, steps in rewards_by_slot(fragments).items()} == {0: 6}
-    assert rollout.lost == {}
+        check_comes_with_six_steps(rollout)
 
 
 def test_a_step_that_a_draining_host_has_not_begun_is_not_owed_to_the_next_connection(

@@ -157,6 +157,12 @@ DIFFERENT_AGENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def check_left_by_every_host(rollout: Any, told: str) -> None:
+    rollout.environments.join_timeout = 0.3
+    with rollout, pytest.raises(EnvError, match=rf"every host has left .*{told}"):
+        next(iter(rollout.fragments()))
+
+
 @pytest.mark.parametrize("what", [*DIFFERENT, *DIFFERENT_AGENTS])
 def test_what_differs_is_told_on_both_sides(what: str) -> None:
     kind, told, of_host, of_rollout = (*(DIFFERENT | DIFFERENT_AGENTS)[what], {})[:4]
@@ -170,10 +176,7 @@ def test_what_differs_is_told_on_both_sides(what: str) -> None:
                 rollout: Any = MultiAgentRollout(remote, module=SerialModule(), fragment_length=8, seed=0)
             else:
                 rollout = rollout_over(remote, **of_rollout)
-            rollout.environments.join_timeout = 0.3
-            refused = rf"every host has left .*: host raw .* refuses: {kind.__name__}: .*{told}"
-            with rollout, pytest.raises(EnvError, match=refused):
-                next(iter(rollout.fragments()))
+            check_left_by_every_host(rollout, rf": host raw .* refuses: {kind.__name__}: .*{told}")
 
 
 def test_one_that_differs_leaves_and_the_others_go_on() -> None:
@@ -197,9 +200,7 @@ def test_one_that_listens_tells_of_it_and_serves_the_next(tmp_path: Any, caplog:
     address = f"unix:{tmp_path}/host"
     with dialled_host(address, makers(0, 1), kind=RolloutHost, module=NumberedModule()):
         other = Rollout(RemoteRollouts.connect(address), module=Wide(), seed=0)
-        other.environments.join_timeout = 0.3
-        with other, pytest.raises(EnvError, match=r"every host has left .*ModuleError: weights do not fit"):
-            next(iter(other.fragments()))
+        check_left_by_every_host(other, "ModuleError: weights do not fit")
         with rollout_over(RemoteRollouts.connect(address), num_fragments=2) as rollout:
             assert [fragment.num_steps for fragment in rollout.fragments()] == [16, 16]
     assert "ModuleError: weights do not fit module 'NumberedModule'" in caplog.text
@@ -213,9 +214,7 @@ def test_a_fragment_that_is_more_than_a_frame_takes_is_told_of_on_both_sides() -
     with pytest.raises(WireError, match=told):
         with rollouts_on(envs.addresses[0], large, module=None):
             rollout = Rollout(envs, fragment_length=20, seed=0, **module)
-            rollout.environments.join_timeout = 0.3
-            with rollout, pytest.raises(EnvError, match=rf"every host has left .*{told}"):
-                next(iter(rollout.fragments()))
+            check_left_by_every_host(rollout, told)
 
 
 # Hosts and rollouts of another kind

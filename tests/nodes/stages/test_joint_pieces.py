@@ -47,10 +47,11 @@ class Together(ConnectorV2):
         return batch
 
 
-def rollout_of(told: list[Any], envs: int, length: int, at_once: bool = False, **options: Any) -> MultiAgentRollout:
+def rollout_of(joint: Any, envs: int = 1, length: int = 9, at_once: bool = False, **options: Any) -> MultiAgentRollout:
+    """A rollout with a joint piece; None: with none."""
     makers = [partial(NumberedAgents, env, nested=0, length=length, at_once=at_once) for env in range(envs)]
     given = {"module": Counting(), "seed": 3, "num_fragments": 4, **options}
-    return MultiAgentRollout(makers, joint_connector=lambda env: Together(told=told), **given)
+    return MultiAgentRollout(makers, joint_connector=None if joint is None else lambda env: joint, **given)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -60,7 +61,7 @@ def test_every_observation_is_what_a_piece_made_of_all_agents_together(
     at_once: bool, envs: int, length: int, rows: int, lookback: int
 ) -> None:
     told: list[Any] = []
-    with rollout_of(told, envs, length, at_once, fragment_length=rows, lookback=lookback) as rollout:
+    with rollout_of(Together(told=told), envs, length, at_once, fragment_length=rows, lookback=lookback) as rollout:
         seen = [episode for fragment in rollout.fragments() for episode in fragment.episodes()]
     asked = {(id_, env_t): observations for id_, env_t, observations, _ in told}
     assert len(asked) == len(told)  # each step of each episode once
@@ -80,18 +81,16 @@ def test_every_observation_is_what_a_piece_made_of_all_agents_together(
 
 
 def test_what_pieces_keep_with_an_episode_goes_with_its_chunks() -> None:
-    with rollout_of([], 1, 9, True, fragment_length=2) as rollout:
+    with rollout_of(Together(told=[]), 1, 9, True, fragment_length=2) as rollout:
         asked = [episode.custom_data["asked"] for fragment in rollout.fragments() for episode in fragment.episodes()]
     assert asked[0] == 3  # the reset and two steps
     assert len(asked) >= 4
 
 
 def test_a_batch_that_is_not_left_empty_is_refused() -> None:
-    adds = LambdaConnector(lambda: {"obs": [1]})
-    makers = [partial(NumberedAgents, 0, nested=0)]
     with (
         pytest.raises(ConnectorError, match=r"put \['obs'\] into the batch, expected it to be left empty") as refused,
-        MultiAgentRollout(makers, module=Counting(), joint_connector=lambda env: adds) as rollout,
+        rollout_of(LambdaConnector(lambda: {"obs": [1]})) as rollout,
     ):
         next(iter(rollout.fragments()))
     assert any("lane 0, vector step 0" in note for note in refused.value.__notes__)
@@ -103,24 +102,20 @@ def test_joint_pieces_that_write_nothing_leave_the_columns_type_as_it_is() -> No
 
     floats = gym.spaces.Box(0, 2**31, (5,), np.float32)
     pieces = {"env_to_module_connector": lambda part: LambdaConnector(look, observation_space=lambda *_: floats)}
-    makers = [partial(NumberedAgents, env, nested=0) for env in range(2)]
-    options: Any = {"module": Counting(), "seed": 3, "fragment_length": 8, "num_fragments": 2, **pieces}
     types = []
-    for joint in (None, lambda env: LambdaConnector(look)):
-        with MultiAgentRollout(makers, joint_connector=joint, **options) as rollout:
+    for joint in (None, LambdaConnector(look)):
+        with rollout_of(joint, 2, fragment_length=8, num_fragments=2, **pieces) as rollout:
             types.append([each.columns["obs"].tree.dtype for made in rollout.fragments() for each in made.parts])
     assert set(types[0]) == {np.dtype(np.int64)}  # what they declare, they have not written
     assert types[1] == types[0]
 
 
 def test_agents_with_the_same_spaces_are_left_with_the_same() -> None:
-    def uneven(env: Any) -> LambdaConnector:
-        return LambdaConnector(
-            lambda batch: batch, observation_space=lambda seen, _: gym.spaces.Dict({**seen.spaces, "agent 1": SPACE})
-        )
+    def spaces(seen: Any, done: Any) -> Any:
+        return gym.spaces.Dict({**seen.spaces, "agent 1": SPACE})
 
     with pytest.raises(ConnectorError, match=r"leaves observations of agent 'agent 1' in .* and those of 'agent 0'"):
-        MultiAgentRollout([partial(NumberedAgents, 0, nested=0)], module=Counting(), joint_connector=uneven)
+        rollout_of(LambdaConnector(lambda batch: batch, observation_space=spaces))
 
 
 def read(episode: Any, name: str, indices: Any, env_steps: bool) -> Any:
@@ -139,10 +134,8 @@ def test_what_hangs_can_be_read_as_in_a_copy(length: int, rows: int, lookback: i
             for way in product(("get_actions", "get_rewards"), (None, -1, slice(-2, None), [-1]), (False, True)):
                 np.testing.assert_equal(read(episode, *way), read(kept, *way))
 
-    makers = [partial(NumberedAgents, 0, nested=0, length=length)]
-    options: Any = {"module": Counting(), "seed": seed, "num_fragments": 3, "fragment_length": rows}
-    options |= {"joint_connector": lambda env: LambdaConnector(read_all), "lookback": lookback}
-    with MultiAgentRollout(makers, **options) as rollout:
+    options: Any = {"seed": seed, "num_fragments": 3, "fragment_length": rows, "lookback": lookback}
+    with rollout_of(LambdaConnector(read_all), 1, length, **options) as rollout:
         list(rollout.fragments())
 
 

@@ -39,9 +39,9 @@ def recorded(path: Path, env: Any, module: Any, **options: Any) -> DatasetSource
     return DatasetSource(path, batch_size=20, complete_episodes=True)
 
 
-def convert(source: DatasetSource, dataset_id: str) -> Path:
+def convert(source: DatasetSource, dataset_id: str, *root: Path, fragments: Any = None) -> Path:
     spaces = source.observation_space, source.action_space
-    return write_minari(source.fragments(), spaces, source.description, dataset_id)
+    return write_minari(fragments or source.fragments(), spaces, source.description, dataset_id, *root)
 
 
 def test_minari_opens_what_is_written(tmp_path: Path, root: Path) -> None:
@@ -112,9 +112,7 @@ def test_what_minari_has_written_is_a_source_and_can_be_written_on(tmp_path: Pat
 def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = recorded(tmp_path / "data", "CartPole-v1", RandomModule, num_envs=1)
     monkeypatch.chdir(tmp_path)
-    spaces = source.observation_space, source.action_space
-    folder = write_minari(source.fragments(), spaces, source.description, "mine-v0", Path("here"))
-    assert folder == tmp_path / "here/mine-v0"
+    assert convert(source, "mine-v0", Path("here")) == tmp_path / "here/mine-v0"
     assert DatasetSource("here/mine-v0").num_steps == source.num_steps
 
 
@@ -137,7 +135,7 @@ def test_what_can_not_be_read_to_its_end_leaves_nothing(source: DatasetSource, r
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        write_minari(fragments(), (source.observation_space, source.action_space), source.description, "mine-v0")
+        convert(source, "mine-v0", fragments=fragments())
     assert not list(root.iterdir())
 
 

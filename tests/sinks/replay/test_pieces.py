@@ -174,19 +174,11 @@ def test_ends_of_steps_with_goals_are_those_that_were_inserted_and_those_at_the_
         ends = goal_reached if ends_at_goal else None
         replay = Replay(2000, pieces=[HindsightGoals(goal_reward, share=0.5, compute_terminated=ends)], seed=0)
         with_goals = Replay(2000, seed=0)
-        for fragment in walked():
-            replay.insert(fragment)
-            with_goals.insert(fragment)
+        for each in replay, with_goals:
+            insert_all(each, walked())
         stored = with_goals.sample(2000)
-        inserted = {
-            tuple(at): (terminated, truncated)
-            for at, terminated, truncated in zip(
-                stored["obs"]["observation"].tolist(),
-                stored["terminateds"].tolist(),
-                stored["truncateds"].tolist(),
-                strict=True,
-            )
-        }
+        flags = zip(stored["terminateds"].tolist(), stored["truncateds"].tolist(), strict=True)
+        inserted = dict(zip(map(tuple, stored["obs"]["observation"].tolist()), flags, strict=True))
         batch = replay.sample(2000)
         names = batch["obs"]["observation"].tolist()
         is_there = batch["obs"]["desired_goal"][:, 0] == batch["new_obs"]["achieved_goal"][:, 0]
