@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import anyio
+
 from rollflow import Graph
 from rollflow.stream import Outlet
 from rollflow.stream.graph.run import Run
@@ -32,6 +34,11 @@ def split(number: int) -> Halves:
 
 async def once(out: Outlet[int]) -> None:
     await out.send(1)
+
+
+async def once_and_never_again(out: Outlet[int]) -> None:
+    await out.send(0)
+    await anyio.sleep_forever()
 
 
 async def three(out: Outlet[int]) -> None:

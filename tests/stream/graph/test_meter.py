@@ -8,6 +8,7 @@ from time import perf_counter_ns
 
 import anyio
 import pytest
+from doctor_clock import ToldClock
 from graph_rows import Round, drawn, row, three
 from held_envs import LONGEST_S
 from traces import events_of, tracks
@@ -18,78 +19,68 @@ from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution
 from rollflow.stream.graph.report import node_report, report_of
 
 
-class Clock:
-    """A clock that stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now = 1000
-
-    def __call__(self) -> int:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> ToldClock:
+    clock = ToldClock()
     monkeypatch.setattr("rollflow.stream.graph.meter.clock", clock)
     return clock
 
 
-def test_a_node_is_busy_when_it_neither_waits_nor_is_blocked(clock: Clock) -> None:
+def test_a_node_is_busy_when_it_neither_waits_nor_is_blocked(clock: ToldClock) -> None:
     node = NodeMeter("n")
     node.begin_life()
-    clock.now += 5
+    clock.time += 5
     with node.waits():
-        clock.now += 70
-    clock.now += 6
+        clock.time += 70
+    clock.time += 6
     with node.blocks():
-        clock.now += 300
+        clock.time += 300
         assert node.read() == (11, 300)
-    clock.now += 4
+    clock.time += 4
     node.end_life()
-    clock.now += 1000
+    clock.time += 1000
     assert node.read() == (15, 300)
 
 
-def test_waits_at_the_same_time_are_one_wait_also_from_before_a_life(clock: Clock) -> None:
+def test_waits_at_the_same_time_are_one_wait_also_from_before_a_life(clock: ToldClock) -> None:
     node = NodeMeter("n")
     with node.waits():
-        clock.now += 10
+        clock.time += 10
         node.begin_life()
         with node.waits():
-            clock.now += 20
-        clock.now += 30
+            clock.time += 20
+        clock.time += 30
         assert node.read() == (0, 0)
-    clock.now += 7
+    clock.time += 7
     assert node.read() == (7, 0)
 
 
-def test_background_work_goes_on_while_a_task_of_the_node_is_blocked(clock: Clock) -> None:
+def test_background_work_goes_on_while_a_task_of_the_node_is_blocked(clock: ToldClock) -> None:
     node = NodeMeter("n")
-    node.begin_work(clock.now)
+    node.begin_work(clock.time)
     began = node.works_since
-    clock.now += 5
+    clock.time += 5
     with node.blocks():
-        clock.now += 10
-    clock.now += 20
+        clock.time += 10
+    clock.time += 20
     assert node.works_since == began
     assert node.read() == (35, 10)
-    node.end_work(clock.now)
-    clock.now += 1000
+    node.end_work(clock.time)
+    clock.time += 1000
     assert node.works_since is None
     assert node.read() == (35, 10)
 
 
-def test_an_edge_knows_its_mean_and_for_how_long_it_was_full(clock: Clock) -> None:
+def test_an_edge_knows_its_mean_and_for_how_long_it_was_full(clock: ToldClock) -> None:
     edge = EdgeMeter("e", 2)
-    clock.now += 10
+    clock.time += 10
     edge.holds(1)
-    clock.now += 20
+    clock.time += 20
     edge.holds(2)
-    clock.now += 30
+    clock.time += 30
     assert edge.read() == (1 * 20 + 2 * 30, 30)
     edge.holds(0)
-    clock.now += 40
+    clock.time += 40
     assert edge.read() == (80, 30)
     assert edge.peak == 2
 
@@ -128,7 +119,7 @@ async def test_a_reader_that_is_still_at_work_is_named() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_tasks", [True, False])
 async def test_the_caller_is_busy_while_one_of_the_tasks_works_that_read_outputs(
-    clock: Clock, *, in_tasks: bool
+    clock: ToldClock, *, in_tasks: bool
 ) -> None:
     graph = drawn(
         "numbers >> twice", outputs={"plain": "numbers", "doubled": "twice"}, numbers=three, twice=lambda number: number
@@ -145,7 +136,7 @@ async def test_the_caller_is_busy_while_one_of_the_tasks_works_that_read_outputs
             if not in_tasks:
                 await run["plain"].receive()
             await anyio.wait_all_tasks_blocked()
-            clock.now += 1000
+            clock.time += 1000
         caller = run.counters.caller
         assert (caller.items, caller.busy_ns, caller.tasks) == (6, 3000, 1)
 

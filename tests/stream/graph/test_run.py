@@ -10,7 +10,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
-from graph_rows import Collect, Gate, Round, double, drawn, ended, row, three
+from graph_rows import Collect, Gate, Round, double, drawn, ended, once_and_never_again, row, three
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
@@ -593,11 +593,7 @@ async def test_one_outside_the_block_is_told_that_the_run_was_left(use: str) -> 
         except RunError as error:
             told.append(str(error))
 
-    async def forever(out: Outlet[int]) -> None:
-        await out.send(0)
-        await anyio.sleep_forever()
-
-    graph = row("left", output="out", source=forever, same=lambda number: number)
+    graph = row("left", output="out", source=once_and_never_again, same=lambda number: number)
     async with anyio.create_task_group() as tasks:
         async with graph.run() as run:
             if use != "drain":

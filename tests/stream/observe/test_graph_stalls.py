@@ -16,8 +16,8 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from doctor_clock import Looking
-from graph_rows import Gate, Ring, drawn, keep, row
-from held_envs import await_that
+from graph_rows import Gate, Ring, drawn, keep, once_and_never_again, row
+from held_envs import LONGEST_S, await_that
 from stalled_rollouts import line_of
 from stalled_runs import looked_at, numbers, read_all, stall_of
 
@@ -25,7 +25,6 @@ from rollflow.stream import Inlet, Outlet, StallError
 from rollflow.stream.graph.run import Run
 from rollflow.stream.observe.waits import Wait
 
-LONGEST_S = 60.0
 pytestmark = pytest.mark.anyio
 
 
@@ -189,12 +188,7 @@ async def test_a_gate_that_does_not_open_is_named_with_what_it_waits_for() -> No
 
 
 async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is_asked_for() -> None:
-    async def source(out: Outlet[int]) -> None:
-        await out.send(1)
-        await anyio.sleep_forever()
-
-    graph = row(output="out", source=source)
-
+    graph = row(output="out", source=once_and_never_again)
     with anyio.fail_after(LONGEST_S), pytest.raises(StallError, match="source is at work"):
         async with graph.run(stall_after=0.2, on_stall="raise") as run:
             await read_all(run, "out")

@@ -1,5 +1,6 @@
 """Requests are taken once and answered once, however often connections break."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from property_examples import examples
 from wire_ends import Ends, taken_from
-from wire_messages import TOKEN, first_rows, hello, rows
+from wire_messages import EXAMPLES, TOKEN, first_rows, hello, rows
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
@@ -183,15 +184,8 @@ def session_of_host(**changed: Any) -> wire.HostSession:
     return session
 
 
-def welcome(**changed: Any) -> wire.Welcome:
-    fields: dict[str, Any] = {
-        "mac": b"",
-        "session": TOKEN,
-        "resumed": False,
-        "credits": 0,
-        "lanes": (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(1, 2, 2, 0)),
-    }
-    return wire.Welcome(**fields | changed)
+def welcome(**changed: Any) -> Any:
+    return replace(EXAMPLES["welcome"], **changed)
 
 
 def reset(number: int) -> wire.Reset:
