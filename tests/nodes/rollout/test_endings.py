@@ -116,8 +116,8 @@ async def test_no_task_is_left_and_every_environment_is_closed(
     with pytest.raises(ZeroDivisionError, match="no more") if ending in FAILING else nullcontext():
         if reading == "graph":
             is_cancelled = await end_in_graph(graph_with(rollout), ending)
-        else:  # trio warns of a generator that is left
-            is_cancelled = await end_async(rollout, ending, at=0 if ending == "left" else 3)
+        else:
+            is_cancelled = await end_async(rollout, ending)
     assert is_cancelled == (ending == "cancelled")
     assert {task.id for task in anyio.get_running_tasks()} == before
     assert all(env.closed for env in envs)
