@@ -61,6 +61,16 @@ class By(RLModule):
         return self.by(batch["obs"])
 
 
+class Wild(By):
+    """Chooses an action that the space does not have, from its second pass on."""
+
+    passes = 0
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.passes += 1
+        return {"actions": torch.full((len(batch["obs"]),), 7 if self.passes > 1 else 2)}
+
+
 def logits(*values: float, **more: int) -> By:
     """The same logits for every observation, and other outputs that are one number, such as `actions`."""
     told = {"action_dist_inputs": torch.tensor(values)} | {name: torch.tensor(value) for name, value in more.items()}
@@ -108,7 +118,7 @@ class Once(RandomEnv):
         return super().look() * (np.nan if self.steps == 50 else np.float32(1))
 
 
-WILD = By(lambda obs: {"actions": torch.full((len(obs),), 7)})  # which the space has not
+WILD = Wild(lambda obs: {})
 # A probability of 1 for an action that the observation says; inputs of a distribution of one's own, which are no
 # logits; Q values that lie far apart, and actions other than the best.
 SURE = By(lambda obs: {"action_dist_inputs": 1e4 * torch.nn.functional.pad(obs - obs.flip(1), (0, 1))})
