@@ -126,26 +126,6 @@ def counter() -> Callable[[Any, Any], Any]:
     return logits
 
 
-def list_around() -> Callable[[Any, Any], Any]:
-    calls: list[int] = []
-
-    def logits(self: Any, obs: Any) -> Any:
-        calls.append(1)
-        return self.net(obs)
-
-    return logits
-
-
-def default_value(self: Any, obs: Any, calls: list[int] = [0]) -> Any:  # noqa: B006
-    calls[0] += 1
-    return self.net(obs)
-
-
-def appends(self: Any, obs: Any) -> Any:
-    self.history.append(1)
-    return self.net(obs)
-
-
 def caches(self: Any, obs: Any) -> Any:
     if self.cache is None or self.cache.shape != obs.shape:
         self.cache = obs.clone()
@@ -159,11 +139,6 @@ def counts_in_a_parameter(self: Any, obs: Any) -> Any:
 
 def counts_on_its_class(self: Any, obs: Any) -> Any:
     type(self).calls = 1
-    return self.net(obs)
-
-
-def counts_by_setattr(self: Any, obs: Any) -> Any:
-    setattr(self, "calls", self.calls + 1)  # noqa: B010
     return self.net(obs)
 
 
@@ -201,11 +176,6 @@ def reads_by_a_pattern(self: Any, obs: Any) -> Any:
     match self:
         case nn.Module(scale=scale):
             return self.net(obs) * scale
-
-
-def prints(self: Any, obs: Any) -> Any:
-    print(end="")  # noqa: T201
-    return self.net(obs)
 
 
 def by_autocast(self: Any, obs: Any) -> Any:
@@ -278,14 +248,14 @@ def counts_lookups(self: Any, name: str) -> Any:
     return nn.Module.__getattr__(self, name)
 
 
-CHANGED, DRAWS = "what its passes read has changed", "it draws random numbers"
+CHANGED, DRAWS, KEEPS = "what its passes read has changed", "it draws random numbers", "keeps what may change"
 KEPT: dict[str, tuple[Any, ...]] = {
     "counter in an attribute": ("counts_on_itself stores 'calls'", counts_on_itself),
     "counter in a global": ("counts_in_a_global stores 'STEP'", counts_in_a_global),
     "counter in a global object": ("reads 'COUNTS', which may change", counts_in_a_global_object),
     "counter in a closure": ("stores 'calls'", counter()),
-    "list in a closure": ("logits keeps what may change", list_around()),
-    "default value": ("default_value keeps what may change", default_value),
+    "list in a closure": (KEEPS, (lambda calls: lambda self, obs: calls.append(1) or self.net(obs))([])),
+    "default value": (KEEPS, lambda self, obs, calls=[]: calls.append(1) or self.net(obs)),
     "counter in a parameter": ("stores 'calls'", counts_in_a_parameter),
     "counter of the class": ("stores 'calls'", counts_on_its_class),
     "tensor of the class": (
@@ -294,9 +264,9 @@ KEPT: dict[str, tuple[Any, ...]] = {
         None,
         {"steps": torch.zeros(1)},
     ),
-    "counter by setattr": ("calls setattr", counts_by_setattr),
+    "counter by setattr": ("setattr", lambda self, obs: setattr(self, "calls", self.calls + 1) or self.net(obs)),
     "counter in its dict": ("loads '__dict__'", counts_in_its_dict),
-    "list append": ("it reads 'history', a list that may change", appends),
+    "list append": ("reads 'history', a list that may", lambda self, obs: self.history.append(1) or self.net(obs)),
     "cached tensor": ("stores 'cache'", caches),
     "registered buffer": ("calls Module.register_buffer of torch", registers),
     "buffer in place": ("it changes a tensor in place", writes_a_buffer),
@@ -340,7 +310,7 @@ KEPT: dict[str, tuple[Any, ...]] = {
     "getattr": ("calls getattr", lambda self, obs: self.net(obs) * getattr(self, "scale", 1.0)),
     "format": ("calls str.format", reads_by_a_format),
     "pattern": ("matchs", reads_by_a_pattern),
-    "print": ("stores", prints),
+    "print": ("stores", lambda self, obs: print(end="") or self.net(obs)),  # noqa: T201
     "object": ("Shifted.__init__ stores 'shifted'", lambda self, obs: self.net(Shifted(obs).shifted)),
     "autocast": ("of torch", by_autocast),
     "gradient": ("calls grad of torch", by_gradient),
