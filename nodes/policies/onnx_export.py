@@ -52,7 +52,7 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
 from rollflow.nodes.policies.artifact import Arrays
-from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, leaf_names
+from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
@@ -351,14 +351,14 @@ class TensorPolicy(torch.nn.Module):
         if memory:
             self.example += [torch.arange(_ROWS) == 0, *(leaf.expand(_ROWS, *leaf.shape).clone() for leaf in memory)]
         self._has_memory = bool(memory)
-        self.names = [*leaf_names(self._space, "obs"), *(["rewards"] if self._plan.takes_rewards else [])]
+        self.names = [*sorted_names(described(self._space), "obs"), *(["rewards"] if self._plan.takes_rewards else [])]
         kept = [f"{MEMORY}{place}" for place in range(len(memory))]
         self.names += ["begins", *kept] if memory else []
         self._after = [action_form(piece, policy) for piece in pieces_within(policy.module_to_env)]
         with torch.no_grad():
             gives_inputs = self._actions(*self._prepared(self.example))[1] is not None
         self.results = [
-            *leaf_names(self._action_space, "actions"),
+            *sorted_names(described(self._action_space), "actions"),
             *(["action_dist_inputs"] if gives_inputs else []),
         ]
         self.results += [f"{NEXT}{name}" for name in kept]

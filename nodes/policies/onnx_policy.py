@@ -1,4 +1,4 @@
-"""Policy that acts by an ONNX program: with onnxruntime, without torch (extra `onnx`).
+"""Policy that acts by an ONNX program: with numpy and onnxruntime alone, without torch (extra `onnx`).
 
 The program is a function of one vector step. Names of its inputs and outputs, N rows each:
 
@@ -15,22 +15,17 @@ import io
 import json
 import math
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import gymnasium as gym
 import numpy as np
-import optree
 from numpy.typing import NDArray
 
 from rollflow.nodes.policies.artifact_files import ONNX, arrays_of, json_of, read_files
-from rollflow.nodes.policies.space_text import space_of
-from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError, refused
-from rollflow.stream.data.space import item_of, row_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, structure_of
+from rollflow.stream.data.ranges import check_range
 
 METADATA = "rollflow"
 FORMAT = 1
@@ -42,6 +37,7 @@ DEFAULT_SESSION = "default"
 _EXTERNAL = b"\x0a\x08location"  # how ONNX names another file that has its weights
 
 Arrays = dict[str, NDArray[Any]]
+Tree = Any
 
 
 class OnnxPolicy:
@@ -67,21 +63,18 @@ class OnnxPolicy:
         facts, inputs, self._outputs = _described(self._session)
         self.observation_space, self.action_space = facts.get("observation_space"), facts.get("action_space")
         self.outputs: Arrays = {}
-        self._observed = space_of(self.observation_space, "the ONNX program's observation_space")
-        self._chosen = space_of(self.action_space, "the ONNX program's action_space")
-        self._names, self._action_names = leaf_names(self._observed, "obs"), leaf_names(self._chosen, "actions")
+        self._leaves = dict(named_spaces(self.observation_space, "obs"))
         self._memory = sorted(name for name in inputs if name.startswith(MEMORY))
         self._like = {name: _like(name, *inputs[name]) for name in self._memory}
         self._takes_rewards, self._takes_begins = "rewards" in inputs, "begins" in inputs
-        expected = {*self._names, *self._memory} | {each for each in ("rewards", "begins") if each in inputs}
-        missing = {*self._action_names, *(f"{NEXT}{name}" for name in self._memory)} - set(self._outputs)
+        expected = {*self._leaves, *self._memory} | {each for each in ("rewards", "begins") if each in inputs}
+        missing = {name for name, _ in named_spaces(self.action_space, "actions")} - set(self._outputs)
+        missing |= {f"{NEXT}{name}" for name in self._memory} - set(self._outputs)
         if inputs.keys() != expected or missing:
             raise PolicyError(
                 f"the ONNX program takes {sorted(inputs)}, expected {sorted(expected)}; outputs {sorted(missing)} are "
                 "missing"
             )
-        self._action_structure = structure_of(item_of(self._chosen))
-        self._columns: dict[int, Column] = {}  # of the observations of a pass; of the last number of sessions alone
         self._homes: dict[Hashable, tuple[Arrays, int]] = {}  # memory after the last step, and the row in it
 
     @classmethod
@@ -112,19 +105,20 @@ class OnnxPolicy:
     def act(self, observation: Tree, reward: float | None = None, session: Hashable = DEFAULT_SESSION) -> Any:
         """The action for one observation, any[...], of one environment; see `act_batch`."""
         rewards = None if reward is None else np.array([reward], np.float32)
-        return self._tree_of(self._acted(observation, rewards, (session,), single=True), 0)
+        actions = self._acted(observation, rewards, (session,), single=True)
+        return self._tree_of(actions, 0)
 
     def act_batch(self, observations: Tree, rewards: Any = None, sessions: Sequence[Hashable] | None = None) -> Tree:
         """The actions, any[N, ...], for one observation each of N environments, in one pass.
 
-            observations    any[N, ...]   a tree, as the environment's space has it; or a list of N of them
+            observations    any[N, ...]   a tree, as the environment's space has it
             rewards         f32[N]        for each session's action before; None: there are none
             sessions        N of them; None: 0 … N - 1
 
         Raises PolicyError for what does not fit, or gives NaN; every session then is as it was.
         """
-        observations = rows_of(observations, self._observed)
-        ids = ids_of(observations, sessions)
+        first = next(iter(_leaf_arrays(self.observation_space, observations, "obs").values()))
+        ids = tuple(range(len(first) if first.ndim else 0)) if sessions is None else tuple(sessions)
         return self._tree_of(self._acted(observations, rewards, ids, single=False), slice(None))
 
     def reset(self, session: Hashable = DEFAULT_SESSION) -> None:
@@ -156,16 +150,16 @@ class OnnxPolicy:
 
     def _played(self, examples: Arrays) -> Iterator[tuple[str, NDArray[Any]]]:
         """(name as the examples have it, outputs) of each step of the examples."""
-        structure, leaves = structure_of(item_of(self._observed)), len(self._names)
+        names = sorted_names(self.observation_space, "obs")
         rewards = examples["inputs/rewards"]
         for step in range(len(rewards)):
             ids = [("example", session) for session in range(rewards.shape[1])]
             if step == len(rewards) // 2:  # as the examples were made
                 for session in ids[: len(ids) // 2]:
                     self.reset(session)
-            observations = structure.unflatten([examples[f"inputs/obs/{place}"][step] for place in range(leaves)])
-            actions = self._acted(observations, rewards[step], ids, single=False)
-            for name in self._action_names:
+            leaves = {name: examples[f"inputs/obs/{place}"][step] for place, name in enumerate(names)}
+            actions = self._acted(_tree(self.observation_space, leaves, "obs"), rewards[step], ids, single=False)
+            for name in sorted_names(self.action_space, "actions"):
                 yield f"actions: env {actions[name].dtype}", actions[name]
             if "action_dist_inputs" in actions:
                 yield f"module: action_dist_inputs {actions['action_dist_inputs'].dtype}", actions["action_dist_inputs"]
@@ -174,9 +168,10 @@ class OnnxPolicy:
 
     def _acted(self, observations: Tree, rewards: Any, ids: Sequence[Hashable], *, single: bool) -> Arrays:
         count = len(ids)
-        if len(set(ids)) < count:
-            raise PolicyError(f"sessions are {list(ids)[:8]}, expected each once")
-        given = self._checked(observations, count, single=single)
+        if len(set(ids)) < count or not count:
+            raise PolicyError(f"sessions are {list(ids)[:8]}, expected at least one, and each once")
+        leaves = _leaf_arrays(self.observation_space, observations, "obs")
+        given = {name: self._checked(name, leaf[None] if single else leaf, count) for name, leaf in leaves.items()}
         begins = np.array([session not in self._homes for session in ids])
         if self._takes_rewards:
             earned = rewards_of(rewards, count)
@@ -191,7 +186,7 @@ class OnnxPolicy:
         for name, column in made.items():
             if column.dtype.kind == "f" and not name.startswith(NEXT) and np.isnan(column).any():
                 raise PolicyError(f"'{name}' is NaN, expected numbers: are the observations finite?")
-        sizes = _choices(self._chosen)
+        sizes = _choices(self.action_space)
         if Columns.ACTION_DIST_INPUTS in made and sizes:
             begins_at = np.cumsum([0, *sizes[:-1]])
             most = np.maximum.reduceat(made[Columns.ACTION_DIST_INPUTS].reshape(count, -1), begins_at, axis=1)
@@ -221,27 +216,22 @@ class OnnxPolicy:
                     column[row] = home[0][name][home[1]]
         return memory
 
-    def _checked(self, observations: Tree, count: int, *, single: bool) -> Arrays:
-        """The inputs of observations any[count, ...], or of a single one any[...]."""
-        column = self._columns.get(count)
-        if column is None:
-            column = Column.empty("obs", row_of(self._observed, count), 1)
-            self._columns = {count: column}
+    def _checked(self, name: str, leaf: NDArray[Any], count: int) -> NDArray[Any]:
+        dtype, shape = self._leaves[name]
+        if leaf.shape != (count, *shape) or not np.can_cast(leaf.dtype, dtype, "same_kind"):
+            raise PolicyError(
+                f"'{name}' is {leaf.dtype}{list(leaf.shape)}, expected {dtype}{[count, *shape]}, as the space has it"
+            )
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            raise PolicyError(f"'{name}' is not finite, expected numbers")
         try:
-            if single:
-                column.write_slot(0, 0, observations)
-            else:
-                column.write(0, observations)
+            check_range(leaf, dtype, f"'{name}'")
         except ColumnError as error:
-            raise PolicyError(f"{error}, as the space has it") from None
-        given = dict(zip(self._names, leaves_of(column.row(0)), strict=True))
-        for name, leaf in given.items():
-            if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-                raise PolicyError(f"'{name}' is not finite, expected numbers")
-        return given
+            raise PolicyError(str(error)) from None
+        return np.ascontiguousarray(leaf, dtype)
 
     def _tree_of(self, actions: Arrays, where: Any) -> Tree:
-        return self._action_structure.unflatten([actions[name][where] for name in self._action_names])
+        return _tree(self.action_space, {name: column[where] for name, column in actions.items()}, "actions")
 
 
 def _session(model: bytes, threads: int) -> Any:
@@ -268,28 +258,6 @@ def _described(session: Any) -> tuple[dict[str, Any], dict[str, tuple[str, list[
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise PolicyError(f"the ONNX program says {str(facts)[:80]}, expected format {FORMAT}")
     return facts, inputs, outputs
-
-
-def rows_of(observations: Tree, space: gym.Space[Any]) -> Tree:
-    """Observations of a call as a tree of arrays any[N, ...]: such a tree, or a list of N observations."""
-    if isinstance(observations, list) and observations:
-        if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
-            return np.array(observations, space.dtype)
-        return stack_trees(observations)
-    return map_tree(np.asarray, observations)
-
-
-def ids_of(observations: Tree, sessions: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
-    """The sessions of a call with observations, a tree of arrays any[N, ...]: those given, or 0 … N - 1.
-
-    Raises PolicyError where they are not N, and where there is no observation.
-    """
-    leaves = leaves_of(observations)
-    count = len(leaves[0]) if leaves and leaves[0].ndim else 0
-    ids = tuple(range(count)) if sessions is None else tuple(sessions)
-    if len(ids) != count or not count:
-        raise PolicyError(f"{count} observations for {len(ids)} sessions, expected one for each, and at least one")
-    return ids
 
 
 def rewards_of(rewards: Any, count: int) -> NDArray[np.float32] | None:
@@ -322,13 +290,66 @@ def difference(
     return place, f"number {place} is {computed[place]!r}, expected {saved[place]!r} ({count})"
 
 
-# Spaces
+# Spaces as plain descriptions
 
 
-def leaf_names(space: gym.Space[Any], name: str) -> list[str]:
-    """The names of a space's leaves, in the order that trees have them."""
-    paths = optree.tree_paths(item_of(space), none_is_leaf=True)
-    return [".".join(map(str, (name, *path))) for path in paths]
+def _parts(description: Any) -> list[tuple[Any, Any]] | None:
+    """(key or place, description) of each part of a described Dict or Tuple; None: it is a leaf."""
+    if description["type"] == "Dict":
+        return [(key, part) for key, part in description["spaces"]]
+    return list(enumerate(description["spaces"])) if description["type"] == "Tuple" else None
+
+
+def named_spaces(description: Any, name: str) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
+    """(name, (dtype, shape)) of each leaf of a described space. Raises PolicyError for what is none."""
+    try:
+        if (parts := _parts(description)) is not None:
+            for key, part in parts:
+                yield from named_spaces(part, f"{name}.{key}")
+        elif description["type"] == "MultiBinary":
+            size = description["n"]
+            yield name, (np.dtype(np.int8), tuple(size) if isinstance(size, list) else (size,))
+        else:
+            yield name, (np.dtype(description["dtype"]), tuple(description.get("shape", ())))
+    except (KeyError, TypeError, ValueError):
+        raise PolicyError(f"'{name}' is described by {str(description)[:80]}, expected a space") from None
+
+
+def sorted_names(description: Any, name: str) -> list[str]:
+    """The names of the leaves, a Dict's parts by sorted key, as trees have them."""
+    if (parts := _parts(description)) is None:
+        return [name]
+    ordered = sorted(parts, key=lambda part: part[0])
+    return [each for key, part in ordered for each in sorted_names(part, f"{name}.{key}")]
+
+
+def _leaf_arrays(description: Any, tree: Tree, name: str) -> Arrays:
+    """Name -> array of each leaf. Raises PolicyError for a tree of another structure."""
+    if (parts := _parts(description)) is None:
+        try:
+            return {name: np.asarray(tree)}
+        except ValueError as error:
+            raise PolicyError(f"'{name}' is no array: {error}") from None
+    keys = [key for key, _ in parts]
+    if description["type"] == "Dict":
+        fits, expected = isinstance(tree, Mapping) and set(tree) == set(keys), f"a dict with {sorted(keys)}"
+    else:
+        fits, expected = isinstance(tree, tuple | list) and len(tree) == len(keys), f"a tuple of {len(keys)}"
+    if not fits:
+        raise PolicyError(f"'{name}' is {_outline(tree)}, expected {expected}")
+    found = [_leaf_arrays(part, tree[key], f"{name}.{key}") for key, part in parts]
+    return {key: leaf for each in found for key, leaf in each.items()}
+
+
+def _tree(description: Any, leaves: Mapping[str, Any], name: str) -> Tree:
+    if (parts := _parts(description)) is None:
+        return leaves[name]
+    made = {key: _tree(part, leaves, f"{name}.{key}") for key, part in parts}
+    return made if description["type"] == "Dict" else tuple(made.values())
+
+
+def _outline(tree: Any) -> str:
+    return f"a dict with {sorted(map(str, tree))}" if isinstance(tree, Mapping) else type(tree).__name__
 
 
 def _like(name: str, kind: str, shape: Sequence[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -345,11 +366,11 @@ def _like(name: str, kind: str, shape: Sequence[Any]) -> tuple[np.dtype[Any], tu
     return dtype, tuple(sizes)
 
 
-def _choices(space: gym.Space[Any]) -> list[int]:
+def _choices(description: Any) -> list[int]:
     """Actions that each number of a Discrete or MultiDiscrete space chooses from; none for another space."""
-    if isinstance(space, gym.spaces.MultiDiscrete):
-        return [int(size) for size in space.nvec.reshape(-1)]
-    return [int(space.n)] if isinstance(space, gym.spaces.Discrete) else []
+    if description["type"] == "MultiDiscrete":  # one number stands for all where they are the same
+        return [int(size) for size in np.broadcast_to(description["nvec"], math.prod(description["shape"]))]
+    return [description["n"]] if description["type"] == "Discrete" else []
 
 
 def facts_text(observation_space: Any, action_space: Any) -> str:

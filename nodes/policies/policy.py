@@ -47,7 +47,7 @@ from rollflow.nodes.policies.artifact_files import (
     write_file,
     write_files,
 )
-from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION, ids_of, rewards_of, rows_of
+from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION, rewards_of
 from rollflow.nodes.policies.part_records import classes_of
 from rollflow.nodes.policies.program import ProgramModule
 from rollflow.nodes.stages.acting import chosen_space, sampling_data
@@ -60,7 +60,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError, refused
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, tree_at
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.lane import Lane
 
@@ -139,6 +139,28 @@ def check_memory(space: gym.Space[Any], lookback: int) -> None:
             f"a session would remember {lookback} observations of {space}, {size} bytes; expected at most "
             f"{MOST_BYTES_REMEMBERED}"
         )
+
+
+def rows_of(observations: Tree, space: gym.Space[Any]) -> Tree:
+    """Observations of a call as a tree of arrays any[N, ...]: such a tree, or a list of N observations."""
+    if isinstance(observations, list) and observations:
+        if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
+            return np.array(observations, space.dtype)
+        return stack_trees(observations)
+    return map_tree(np.asarray, observations)
+
+
+def ids_of(observations: Tree, sessions: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
+    """The sessions of a call with observations, a tree of arrays any[N, ...]: those given, or 0 … N - 1.
+
+    Raises PolicyError where they are not N, and where there is no observation.
+    """
+    leaves = leaves_of(observations)
+    count = len(leaves[0]) if leaves and leaves[0].ndim else 0
+    ids = tuple(range(count)) if sessions is None else tuple(sessions)
+    if len(ids) != count or not count:
+        raise PolicyError(f"{count} observations for {len(ids)} sessions, expected one for each, and at least one")
+    return ids
 
 
 _ROWS = 32  # vector steps until the columns are begun anew with their lookback
