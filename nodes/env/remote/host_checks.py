@@ -71,7 +71,7 @@ class HostDialogue:
 class RawConnection:
     """Connection after its handshake, frame by frame: what is sent need not be right.
 
-    The answer to a request that was under way when the session's last connection ended may come twice: at once after
+    The answer to a request that was under way when the session's last connection ended may come more than once: after
     the welcome, and for the request that was sent again.
     """
 
@@ -120,11 +120,10 @@ class RawConnection:
         self.send(request)
 
     def answer_to(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
-        """The next message, as the answer to this; one that came before and may come twice is dropped."""
+        """The next message, as the answer to this; one that came before and may come again is dropped."""
         kind: Any = wire.AgentRows if self.hello.role == "agents" else wire.Rows
         answer = self._next_answer(kind, request)
-        if (answer.lane, answer.number) in self._sent_again and self.session.asked(answer) is None:
-            self._sent_again.remove((answer.lane, answer.number))
+        while (answer.lane, answer.number) in self._sent_again and self.session.asked(answer) is None:
             answer = self._next_answer(kind, request)
         if (answer.lane, answer.number) != (request.lane, request.number):
             raise ProtocolViolation(
