@@ -249,10 +249,9 @@ def write_row(columns: Mapping[str, Column], row: int, values: Mapping[str, Tree
     for name, value in values.items():
         column = columns[name]
         array = column._array
-        if array is None or type(value) is not np.ndarray:
-            column.write(row, value)
-        elif value.dtype is column._source_dtype and value.shape == column._shape:  # without a call for each column
-            array[row] = value
+        is_array = array is not None and type(value) is np.ndarray
+        if is_array and value.dtype is column._source_dtype and value.shape == column._shape:
+            array[row] = value  # type: ignore[index]  # without a call for each column
         else:
             column.write(row, value)
 
