@@ -1,11 +1,10 @@
 """Pieces in order that go by names: lookup and edits, of `ConnectorPipelineV2` and of Alpha pipelines."""
 
 import abc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from rollflow.nodes.connectors.state_watch import checked_state
-from rollflow.stream.data.errors import ConnectorError, shown
+from rollflow.stream.data.errors import ConnectorError
 
 NameOrClass = str | type
 
@@ -27,9 +26,9 @@ class NamedPieces(abc.ABC):
     _pieces: list[Any]
 
     @property
-    @abc.abstractmethod
     def names(self) -> list[str]:
-        """The pieces' names, in order."""
+        """The pieces' names, in order: no two are the same."""
+        return names_of([piece.name for piece in self._pieces])
 
     @abc.abstractmethod
     def _edit(self, pieces: list[Any]) -> None:
@@ -97,45 +96,3 @@ class NamedPieces(abc.ABC):
     def _missing(self, name_or_class: NameOrClass) -> str:
         asked = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
         return f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}"
-
-    def _named(self) -> dict[str, Any]:
-        return dict(zip(self.names, self._pieces, strict=True))
-
-    def take_over_state(self, state: dict[str, Any]) -> None:
-        """Do what `set_state` does, for the rollout that has merged the states of its workers or hosts."""
-        pieces = self._named()
-        self._check_names(state)
-        for name, piece_state in state.items():
-            try:
-                getattr(pieces[name], "take_over_state", pieces[name].set_state)(piece_state)
-            except Exception as error:
-                error.add_note(f"in the state of connector piece '{name}' of {self.name}")
-                raise
-
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> merged state, piece by piece; a piece's own where `states` have none of it.
-
-        Raises ConnectorError for a name of no piece.
-        """
-        for state in states:
-            self._check_names(state)
-        merged: dict[str, Any] = {}
-        for name, piece in self._named().items():
-            of_piece = [state[name] for state in states if name in state]
-            method, result = (
-                ("merge_states", piece.merge_states(of_piece)) if of_piece else ("get_state", piece.get_state())
-            )
-            if checked_state(name, method, result):
-                merged[name] = result
-        return merged
-
-    def _check_names(self, state: Any) -> None:
-        """Raise ConnectorError for a state that is none, or has a name of no piece."""
-        if not isinstance(state, Mapping):
-            raise ConnectorError(f"{self.name}: the state is {shown(state)}, expected a dict, as get_state gives it")
-        unknown = sorted(set(state) - set(self.names))
-        if unknown:
-            raise ConnectorError(
-                f"{self.name}: a state for {unknown}, expected {{name of a piece: its state}}, as get_state gives it; "
-                f"pieces: {', '.join(self.names) or 'none'}"
-            )

@@ -122,14 +122,8 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, str, bytes)
 
 # Attributes that every piece has, and that are no state.
 _BOOKKEEPING = frozenset(
-    "_ctor_args _ctor_kwargs _name _state_watch _is_training _is_made _spaces_known columnar lookback changes_episodes "
+    "_ctor_args _ctor_kwargs _name _state_watch _is_made _spaces_known columnar lookback changes_episodes "
     "replaces_episodes _input_observation_space _input_action_space _observation_space _action_space".split()
-)
-
-
-_DECLARATION = (
-    "get_state and set_state, and merge_states where the states of several workers become one; or a get_state that "
-    "returns {} where nothing has to last"
 )
 
 
@@ -162,15 +156,16 @@ class StateWatch:
         self._looked_ns = perf_counter_ns()
         self._cost_ns = self._looked_ns - now
 
-    def check(self, piece: Any, declaration: str = _DECLARATION) -> None:
-        """Raise StateError where attributes have changed; `declaration` is how the piece declares its state."""
+    def check(self, piece: Any) -> None:
+        """Raise StateError where attributes have changed."""
         if self._before is None:
             self.look(piece)
         if self._changed:
-            name, names = getattr(piece, "name", type(piece).__name__), ", ".join(map(repr, sorted(self._changed)))
+            name, names = piece.name, ", ".join(map(repr, sorted(self._changed)))
             raise StateError(
                 f"{name} changes {names} while it runs but declares no state, so that would be lost; expected "
-                f"{declaration}"
+                "get_state and set_state, and merge_states where the states of several workers become one; or a "
+                "get_state that returns {} where nothing has to last"
             ).see("state")
 
 

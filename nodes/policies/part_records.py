@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.alpha import Connector, ConnectorContext, get_connector
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.module_to_env.exploration import Linear
@@ -38,7 +37,6 @@ _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
 }
 _OF_ARRAYS = ("$array", "$tensor", "$scalar")
 _OWN = "rollflow."
-_UNNAMED = ("ActionConnectorPiece", "AgentConnectorPiece")  # rollflow's own classes that users don't name
 _registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
 _BASES: dict[str, type] = {"connector": ConnectorV2, "module": torch.nn.Module}
 
@@ -143,8 +141,7 @@ def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
 
 def _own(kind: str, name: str) -> Any:
     """rollflow's own class of this name; None where it has none."""
-    home = "rollflow.nodes.connectors.alpha" if name in _UNNAMED else "rollflow.nodes"
-    found = getattr(importlib.import_module(home), name, None)
+    found = getattr(importlib.import_module("rollflow.nodes"), name, None)
     return found if found is not None and kind in _BASES and _is_one(kind, found) else None
 
 
@@ -193,8 +190,6 @@ def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
             return {key: to_plain(each, f"{where}/{key}", arrays) for key, each in value.items()}
         pairs = enumerate(value.items())
         return {"$dict": [[to_plain(each, f"{where}/{place}", arrays) for each in pair] for place, pair in pairs]}
-    if isinstance(value, Connector):
-        return {"$connector": _connector_record(value, where, arrays)}
     for mark, cls in _RECORDS.items():
         if isinstance(value, cls):
             record = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -264,30 +259,6 @@ def _array(name: Any, where: str, arrays: ArraysByName) -> NDArray[Any]:
     return arrays.pop(name)
 
 
-_CONTEXT = ("config", "initial_states", "observation_space", "action_space", "is_policy_recurrent")
-
-
-def _connector_record(connector: Connector, where: str, arrays: ArraysByName) -> dict[str, Any]:
-    """An Alpha connector by the name that it is registered by, its params, and the context that it was made with."""
-    with located(where):
-        name, params = connector.to_state()
-    ctx = connector.ctx or ConnectorContext()
-    facts = {each: getattr(ctx, each) for each in _CONTEXT}
-    facts["initial_states"], facts["config"] = list(ctx.initial_states), dict(ctx.config)
-    context = to_plain(facts, f"{where}/context", arrays)
-    return {"name": name, "params": to_plain(params, f"{where}/params", arrays), "context": context}
-
-
-def _connector(record: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> Any:
-    if not isinstance(record, dict) or record.keys() != {"name", "params", "context"}:
-        raise PolicyError(f"{where}: a connector is {str(record)[:80]!r}, expected name, params and context")
-    facts = from_plain(record["context"], f"{where}/context", arrays, allow)
-    if not isinstance(facts, dict) or facts.keys() != set(_CONTEXT) or not isinstance(record["name"], str):
-        raise PolicyError(f"{where}: a connector's context is {str(facts)[:80]!r}, expected {', '.join(_CONTEXT)}")
-    params = from_plain(record["params"], f"{where}/params", arrays, allow)
-    return get_connector(record["name"], ConnectorContext(**facts), params)
-
-
 def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> dict[Any, Any]:
     places = enumerate(pairs)
     return dict([from_plain(each, f"{where}/{place}", arrays, allow) for each in pair] for place, pair in places)
@@ -306,7 +277,6 @@ _READERS: dict[str, _Reader] = {
     "$tuple": lambda value, where, arrays, allow: tuple(from_plain(value, where, arrays, allow)),
     "$dict": _pairs,
     "$space": lambda value, where, arrays, allow: space_of(value, where),
-    "$connector": _connector,
     **{mark: partial(_record, cls) for mark, cls in _RECORDS.items()},
     "$function": lambda value, where, arrays, allow: named("function", value, allow, where),
 }

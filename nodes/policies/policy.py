@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, seeds_of
-from rollflow.nodes.connectors.alpha import ActionConnectorPiece, AgentConnectorPiece
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.learner.advantages import device_of
@@ -124,8 +123,6 @@ def settled(pipelines: Sequence[ConnectorPipelineV2], device: Any, *, learns: bo
             piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
         if not learns and getattr(piece, "update_stats", False):
             cast("Any", piece).update_stats = False
-        if not learns and isinstance(piece, AgentConnectorPiece | ActionConnectorPiece):
-            piece.pipeline.in_eval()
         if getattr(piece, "n_prev_rewards", 0):
             needs_rewards = piece.name
     return needs_rewards
@@ -559,7 +556,7 @@ class Policy:
         """A policy that acts as this one in another environment; this one, and its sessions, stay as they are.
 
             environment          has the `observation_space` and the `action_space` that it is to act in
-            agent_connectors     pieces or Alpha connectors before this policy's own
+            agent_connectors     pieces before this policy's own
             action_connectors    likewise behind this policy's own
             fields               without connectors: path of a field that this policy observes, or of an action that the
                                  environment takes -> where it comes from. That is the path of a field of the other

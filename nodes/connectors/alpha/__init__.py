@@ -7,19 +7,12 @@ To write one:
             ac_data.data[SampleBatch.NEXT_OBS] = ac_data.data[SampleBatch.NEXT_OBS] / 2
             return ac_data
 
-        def to_state(self) -> tuple[str, Any]:
-            return "HalvesObservations", None
-
-    register_connector("HalvesObservations", HalvesObservations)
-
-A connector that learns from the data puts it into `to_state`, and takes it from the params of `from_state`. Where
-copies of it run in workers it overrides `merge_states` as well.
+A `ConnectorPolicy` acts with pipelines of them, by `local_policy_inference`. Rollouts take `ConnectorV2` pieces alone.
 """
 
-import copy
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -27,25 +20,19 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
-from rollflow.nodes.connectors.list_form import episode_key, rewrite_last
+from rollflow.nodes.connectors.connector_v2 import Space
 from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions, NormalizeAndClipActions
-from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass, names_of
+from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass
 from rollflow.nodes.connectors.spaces import check_has_numbers
-from rollflow.nodes.connectors.state_watch import StateWatch, check_same, fingerprint
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ConnectorError, RollflowError, shown
-from rollflow.stream.data.space import flat_size, flatten, item_of, tree_of
+from rollflow.stream.data.errors import ConnectorError, shown
+from rollflow.stream.data.space import flatten, item_of, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
 """Output of a policy: actions, states as a list of arrays, and further outputs by name."""
-
-AGENT_ID = "agent0"
-"""Agent id of an environment with a single agent."""
 
 
 class SampleBatch(dict[str, Any]):
@@ -118,39 +105,6 @@ class ActionConnectorDataType:
     output: PolicyOutputType
 
 
-_PROBE = "probe"  # environment id of what is sent through to find a space
-
-
-def raw_columns(data: Any) -> dict[str, Any]:
-    """The columns in an agent's data, also in the policy's input."""
-    raw: dict[str, Any] = data.raw_dict if isinstance(data, AgentConnectorsOutput) else data
-    return raw
-
-
-def data_of(env_id: str, episode: SingleAgentEpisode, place: int) -> AgentConnectorDataType:
-    """An agent's data of its episode's newest step; `place` is its place among the agents."""
-    reward = float(episode.get_rewards(-1)) if episode.t else 0.0
-    data = {
-        SampleBatch.NEXT_OBS: map_tree(np.array, episode.get_observations(-1)),
-        SampleBatch.REWARDS: reward,
-        SampleBatch.TERMINATEDS: bool(episode.is_terminated),
-        SampleBatch.TRUNCATEDS: bool(episode.is_truncated),
-        SampleBatch.INFOS: episode.get_infos(-1),
-        SampleBatch.T: episode.t - 1,
-        SampleBatch.EPS_ID: episode.id_,
-        SampleBatch.ENV_ID: env_id,
-        SampleBatch.AGENT_INDEX: place,
-    }
-    if np.isnan(reward):  # a policy acts, and nobody gave it the reward
-        del data[SampleBatch.REWARDS]
-    return AgentConnectorDataType(env_id, agent_id_of(episode), data)
-
-
-def agent_id_of(episode: SingleAgentEpisode) -> Any:
-    """The id that connectors know the episode's agent by."""
-    return AGENT_ID if episode.agent_id is None else episode.agent_id
-
-
 def sample_of(space: Space) -> Tree:
     """An item of a space: zeros where it has them, else its lowest numbers; `any[...]` by leaf."""
     return tree_of(_sample, space)
@@ -162,28 +116,6 @@ def _sample(space: Space) -> Any:
     if isinstance(space, spaces.Discrete):
         return np.int64(space.start)
     return np.array(space.start) if isinstance(space, spaces.MultiDiscrete) else map_tree(np.asarray, item_of(space))
-
-
-def space_like(item: Tree, space: Space | None) -> Space:
-    """The space of an item: `space` where structure, shapes and dtypes are the same, else Boxes without bounds."""
-    if space is not None and _kinds(item) == _kinds(sample_of(space)):
-        return space
-    if isinstance(item, dict):
-        parts = space.spaces if isinstance(space, spaces.Dict) else {}
-        return spaces.Dict({key: space_like(part, parts.get(key)) for key, part in item.items()})
-    if isinstance(item, tuple):
-        return spaces.Tuple([space_like(part, None) for part in item])
-    array = np.asarray(item)
-    if array.dtype.kind in "iu":
-        limits = np.iinfo(array.dtype)
-        return spaces.Box(limits.min, limits.max, array.shape, array.dtype.type)
-    if array.dtype.kind != "f":
-        raise ConnectorError(f"an item is {shown(item)}, {array.dtype}, expected numbers")
-    return spaces.Box(-np.inf, np.inf, array.shape, array.dtype.type)
-
-
-def _kinds(item: Tree) -> Tree:
-    return map_tree(lambda leaf: (np.asarray(leaf).dtype.str, np.shape(leaf)), item)
 
 
 @dataclass
@@ -233,6 +165,11 @@ class Connector:
         self._is_training = True
 
     @property
+    def name(self) -> str:
+        """The name in a pipeline."""
+        return type(self).__name__
+
+    @property
     def is_training(self) -> bool:
         """True unless in evaluation."""
         return self._is_training
@@ -259,42 +196,6 @@ class Connector:
             )
         return self.ctx
 
-    # State
-
-    def to_state(self) -> tuple[str, Any]:
-        """The name that the connector is registered by, and params of plain data for `from_state`."""
-        raise ConnectorError(
-            f"{type(self).__name__} has no to_state, so it can't be saved; expected one that returns the name it is "
-            "registered by and its params, such as ('MyConnector', None)"
-        )
-
-    @classmethod
-    def from_state(cls, ctx: ConnectorContext, params: Any) -> "Connector":
-        """A connector of params that `to_state` gave; params are keyword arguments, or None, unless overridden."""
-        return cls(ctx, **(params or {}))
-
-    def get_state(self) -> dict[str, Any]:
-        """State that a rollout saves, merges and sends; the params of `to_state`, unless overridden."""
-        if type(self).to_state is Connector.to_state:
-            return {}
-        params = self.to_state()[1]
-        return {} if params is None else {"params": params}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `get_state`: unless overridden, by the attributes of `from_state(ctx, params)`."""
-        if state and fingerprint(state) != fingerprint(self.get_state()):
-            is_training, made = self._is_training, type(self).from_state(self.context, state["params"])
-            vars(self).update(vars(made))
-            self._is_training = is_training
-
-    def reset_state(self) -> None:
-        """Forget all that has been learnt."""
-
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """One state of those of several copies. Raises StateError, unless overridden, where they differ."""
-        check_same(type(self).__name__, states)
-        return states[0]
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 
@@ -319,19 +220,6 @@ class AgentConnector(Connector):
     def on_policy_output(self, output: ActionConnectorDataType) -> None:
         """Take note of what the policy chose, before action connectors have changed it."""
 
-    def observation_space_after(self, observation_space: Space) -> Space:
-        """The space that the connector leaves observations in; found by a zero observation, unless overridden.
-
-        Where that keeps its shape and dtype it is the same space, else one without bounds.
-        """
-        connector = copy.deepcopy(self)
-        connector.in_eval()
-        episode = SingleAgentEpisode(observations=[sample_of(observation_space)])
-        returned = connector([data_of(_PROBE, episode, 0)])
-        if len(returned) != 1:
-            raise ConnectorError(f"{type(self).__name__} made {len(returned)} items of 1, expected one for each agent")
-        return space_like(raw_columns(returned[0].data)[SampleBatch.NEXT_OBS], observation_space)
-
 
 class ActionConnector(Connector):
     """A connector behind the policy; a subclass overrides `transform` or `__call__`, which are the same."""
@@ -344,66 +232,10 @@ class ActionConnector(Connector):
         """Transform the output for one agent, which may be changed in place."""
         raise ConnectorError(f"{type(self).__name__} overrides neither transform nor __call__, expected one of them")
 
-    def action_space_after(self, action_space: Space) -> Space:
-        """The space that the connector leaves actions in; found by the first action, unless overridden."""
-        connector = copy.deepcopy(self)
-        connector.in_eval()
-        given = ActionConnectorDataType(_PROBE, AGENT_ID, {}, (sample_of(action_space), [], {}))
-        return space_like(connector(given).output[0], action_space)
-
-
-def without_params(connector: Connector) -> tuple[str, Any]:
-    """`to_state` of a connector without params: the class's name, by which it is registered."""
-    return type(connector).__name__, None
-
 
 def array_of(leaf: Any) -> Any:
     """The array of a tensor; anything else as it is."""
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
-
-
-_CONNECTORS: dict[str, type[Connector]] = {}  # those of users, by the names that they are registered by
-
-
-def _built_in() -> dict[str, type[Connector]]:
-    """rollflow's own connector classes that can be made, by their names."""
-    bases = Connector, AgentConnector, ActionConnector, ConnectorPipeline
-    found = {name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, Connector)}
-    return {name: each for name, each in found.items() if name[0] != "_" and each not in bases}
-
-
-def register_connector(name: str, cls: type[Connector]) -> None:
-    """Give a connector class a stable name, by which `get_connector` makes one. A class of one's own may be replaced.
-
-    Raises ConnectorError for anything but a connector class, and for the name of a connector of rollflow's.
-    """
-    if not isinstance(cls, type) or not issubclass(cls, Connector):
-        raise ConnectorError(f"register_connector('{name}', …) got {cls!r}, expected a subclass of Connector")
-    if _built_in().get(name, cls) is not cls:
-        raise ConnectorError(f"'{name}' is a connector of rollflow's, expected another name for {cls.__qualname__}")
-    _CONNECTORS[name] = cls
-
-
-def get_connector(name: str, ctx: ConnectorContext | None, params: Any = None) -> Any:
-    """A connector of the class that is registered by a name, made by its `from_state(ctx, params)`.
-
-    Raises ConnectorError for a name of no class, and where the class does not take the params.
-    """
-    known = {**_built_in(), **_CONNECTORS}
-    cls = known.get(name)
-    if cls is None:
-        raise ConnectorError(
-            f"no connector is registered by the name '{name}', expected register_connector('{name}', its class) "
-            f"before; registered: {', '.join(sorted(known))}"
-        )
-    made: Any
-    try:
-        made = cls.from_state(ctx, params)  # type: ignore[arg-type]
-    except (TypeError, KeyError, ValueError) as error:
-        if isinstance(error, ConnectorError):
-            raise
-        raise ConnectorError(f"connector '{name}' can't be made of params {shown(params)}: {error!r}") from error
-    return made
 
 
 class AgentData(dict[str, Any]):
@@ -420,7 +252,7 @@ class AgentData(dict[str, Any]):
 
 
 def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type[AgentConnector]:
-    """Make an agent connector class of a function, and register it.
+    """Make an agent connector class of a function.
 
     fn    takes the data of one agent and returns it; `d["new_obs"]` and `d.data["new_obs"]` both read a column
 
@@ -444,11 +276,11 @@ def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type
             )
         return AgentConnectorDataType(env_id, agent_id, dict(returned))
 
-    return _registered(name, fn, 1, "(data)", AgentConnector, transform)
+    return _class_of(name, fn, 1, "(data)", AgentConnector, transform)
 
 
 def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], PolicyOutputType]) -> type[Any]:
-    """Make an action connector class of a function, and register it.
+    """Make an action connector class of a function.
 
     fn    takes actions, states and fetches, and returns the three
 
@@ -465,11 +297,11 @@ def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], Po
             )
         return replace(ac_data, output=returned)
 
-    return _registered(name, fn, 3, "(actions, states, fetches)", ActionConnector, transform)
+    return _class_of(name, fn, 3, "(actions, states, fetches)", ActionConnector, transform)
 
 
-def _registered(name: str, fn: Any, count: int, expected: str, base: type[Any], transform: Any) -> type[Any]:
-    """Make and register the class of a function. Raises ConnectorError unless that takes `count` arguments."""
+def _class_of(name: str, fn: Any, count: int, expected: str, base: type[Any], transform: Any) -> type[Any]:
+    """The connector class of a function. Raises ConnectorError unless that takes `count` arguments."""
     if not callable(fn):
         raise ConnectorError(
             f"{name} is to be a Connector of {type(fn).__name__} {shown(fn)}, expected a function {expected}"
@@ -481,11 +313,9 @@ def _registered(name: str, fn: Any, count: int, expected: str, base: type[Any], 
         raise ConnectorError(f"the function of {name} takes {signature}, expected {expected}") from None
     except ValueError:  # it has no signature
         pass
-    # With the function's module and the registered name, a class that is kept under that name there can be pickled.
+    # With the function's module and this name, a class that is kept under that name there can be pickled.
     of_function = {"__module__": getattr(fn, "__module__", None) or __name__, "__doc__": getattr(fn, "__doc__", None)}
-    made = type(name, (base,), {"transform": transform, "to_state": without_params, **of_function})
-    register_connector(name, made)
-    return made
+    return type(name, (base,), {"transform": transform, **of_function})
 
 
 class ConnectorPipeline(NamedPieces, Connector):
@@ -502,7 +332,6 @@ class ConnectorPipeline(NamedPieces, Connector):
 
     def __init__(self, ctx: ConnectorContext | None, connectors: Sequence[Any] = ()) -> None:
         super().__init__(ctx)
-        self.name = type(self).__name__
         self._pieces = []
         self._edit(list(connectors))
 
@@ -529,11 +358,6 @@ class ConnectorPipeline(NamedPieces, Connector):
         super().bind(ctx)
         for connector in self.connectors:
             connector.bind(ctx)
-
-    @property
-    def names(self) -> list[str]:
-        """The names that the connectors go by, in order."""
-        return names_of([type(each).__name__ for each in self._pieces])
 
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a connector out. Raises ConnectorError where there is none of the name."""
@@ -582,30 +406,6 @@ class ConnectorPipeline(NamedPieces, Connector):
                 f"{self.name}: the same {type(connector).__name__} object twice, expected another object"
             )
 
-    # State
-
-    def to_state(self) -> tuple[str, Any]:
-        """The class's name, and the list of the connectors' names and params."""
-        return type(self).__name__, [list(each.to_state()) for each in self.connectors]
-
-    @classmethod
-    def from_state(cls, ctx: ConnectorContext, params: Any) -> Self:
-        """A pipeline of params that `to_state` gave. Raises ConnectorError for names that are not registered."""
-        if not isinstance(params, list | tuple) or not all(_is_pair(each) for each in params):
-            raise ConnectorError(f"{cls.__name__}: params are {shown(params)}, expected a list of [name, params]")
-        return cls(ctx, [get_connector(name, ctx, each) for name, each in params])
-
-    def get_state(self) -> dict[str, Any]:
-        states = {name: each.get_state() for name, each in self._named().items()}
-        return {name: state for name, state in states.items() if state}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.take_over_state(state)
-
-    def reset_state(self) -> None:
-        for connector in self.connectors:
-            connector.reset_state()
-
     def _in_turn(self, item: Any, is_sound: Callable[[Any], bool], expected: str) -> Any:
         """Call the connectors one after the other, with a note of the place on errors.
 
@@ -647,9 +447,6 @@ class AgentConnectorPipeline(ConnectorPipeline, AgentConnector):
         for connector in self.connectors:
             connector.on_policy_output(output)
 
-    def observation_space_after(self, observation_space: Space) -> Space:
-        return _space_through(self, "observation_space_after", observation_space)
-
 
 class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
     """Action connectors, called in order, each with the output that the one before returned."""
@@ -667,21 +464,6 @@ class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
     def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
         return self(ac_data)
 
-    def action_space_after(self, action_space: Space) -> Space:
-        return _space_through(self, "action_space_after", action_space)
-
-
-def _space_through(pipeline: ConnectorPipeline, method: str, space: Space) -> Space:
-    for place, connector in enumerate(pipeline.connectors):
-        try:
-            space = getattr(connector, method)(space)
-        except Exception as error:
-            error.add_note(f"in the space of connector '{pipeline.names[place]}', which gets items of {space}")
-            if isinstance(error, RollflowError):
-                raise
-            raise ConnectorError(f"{pipeline.names[place]} can't take an item of {space}: {error!r}") from error
-    return space
-
 
 def _is_agent_list(item: Any) -> bool:
     return isinstance(item, list) and all(isinstance(each, AgentConnectorDataType) for each in item)
@@ -689,10 +471,6 @@ def _is_agent_list(item: Any) -> bool:
 
 def _is_action_data(item: Any) -> bool:
     return isinstance(item, ActionConnectorDataType) and isinstance(item.output, tuple) and len(item.output) == 3
-
-
-def _is_pair(item: Any) -> bool:
-    return isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str)
 
 
 # rollflow's own connectors
@@ -729,14 +507,6 @@ class ObsPreprocessorConnector(AgentConnector):
             if name in data:
                 data[name] = self._flat(space, data[name])
         return ac_data
-
-    def observation_space_after(self, observation_space: Space) -> Space:
-        if isinstance(observation_space, spaces.Box):
-            return observation_space
-        check_has_numbers(observation_space, UNFIT)
-        return spaces.Box(-np.inf, np.inf, (flat_size(observation_space),), np.float32)
-
-    to_state = without_params
 
     def _flat(self, space: Space, observation: Any) -> Any:
         check_has_numbers(space, UNFIT)
@@ -784,9 +554,6 @@ class ClipRewardAgentConnector(AgentConnector):
                 data[SampleBatch.REWARDS] = np.clip(data[SampleBatch.REWARDS], -self.limit, self.limit)
         return ac_data
 
-    def to_state(self) -> tuple[str, Any]:
-        return "ClipRewardAgentConnector", {"sign": self.sign, "limit": self.limit}
-
 
 class StateBufferConnector(AgentConnector):
     """Adds the last output of the policy: `actions`, `state_out_0` and so on, and what it gave beside.
@@ -820,8 +587,6 @@ class StateBufferConnector(AgentConnector):
         data.update(fetches)
         return ac_data
 
-    to_state = without_params
-
 
 class ViewRequirementAgentConnector(AgentConnector):
     """Makes the policy's input, any[1, ...] each: `AgentConnectorsOutput`.
@@ -848,8 +613,6 @@ class ViewRequirementAgentConnector(AgentConnector):
         for_training = data if self._is_training else {}
         return AgentConnectorDataType(env_id, agent_id, AgentConnectorsOutput(data, batch, for_training))
 
-    to_state = without_params
-
 
 def _array_of(leaf: Any) -> Any:
     return np.float32(leaf) if isinstance(leaf, float) else np.asarray(leaf)
@@ -862,8 +625,6 @@ class ConvertToNumpyConnector(ActionConnector):
         actions, states, fetches = ac_data.output
         output = (map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches)
         return replace(ac_data, output=output)
-
-    to_state = without_params
 
 
 class _BoundedActions(ActionConnector):
@@ -885,11 +646,6 @@ class _BoundedActions(ActionConnector):
         batch = self._piece(batch={Columns.ACTIONS: [ac_data.output[0]]})
         return replace(ac_data, output=(batch[Columns.ACTIONS_FOR_ENV][0], *ac_data.output[1:]))
 
-    def action_space_after(self, action_space: Space) -> Space:
-        return action_space
-
-    to_state = without_params
-
 
 class NormalizeActionsConnector(_BoundedActions):
     """Scales actions from -1 … 1 to low … high of Boxes that are bounded on all sides."""
@@ -906,11 +662,6 @@ class ImmutableActionsConnector(ActionConnector):
 
     def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
         return replace(ac_data, output=(_read_only(ac_data.output[0]), *ac_data.output[1:]))
-
-    def action_space_after(self, action_space: Space) -> Space:
-        return action_space
-
-    to_state = without_params
 
 
 def _read_only(actions: Tree) -> Any:
@@ -1086,238 +837,3 @@ def _is_numeric(value: Any) -> bool:
 def _tensor(leaf: Any) -> torch.Tensor:
     tensor = torch.as_tensor(np.array(leaf))
     return tensor.float() if tensor.dtype is torch.float64 else tensor
-
-
-# Pipelines as ConnectorV2 pieces, for the pipelines of rollouts
-
-
-_DECLARATION = (
-    "to_state and from_state, and merge_states where copies run in workers; or a get_state that returns {} where "
-    "nothing has to last"
-)
-
-
-def _undeclaring(pipeline: Any) -> Iterator[Any]:
-    """The connectors without a `to_state` or `get_state` of their own, also in nested pipelines."""
-    for connector in pipeline:
-        if hasattr(connector, "connectors"):
-            yield from _undeclaring(connector)
-        elif type(connector).to_state is Connector.to_state and type(connector).get_state is Connector.get_state:
-            yield connector
-
-
-def as_connector_v2(connector: Any) -> Any:
-    """A ConnectorV2 piece that calls an Alpha connector or pipeline; anything else is returned as it is."""
-    if isinstance(connector, AgentConnector):
-        return AgentConnectorPiece(connector)
-    return ActionConnectorPiece(connector) if isinstance(connector, ActionConnector) else connector
-
-
-class _AlphaPiece(ConnectorV2):
-    """A piece that calls Alpha connectors: their state is its state."""
-
-    pipeline: Any
-    _watches: list[tuple[Any, StateWatch]] | None = None  # (connector that declares no state, its watch)
-
-    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Name -> state of each connector that has learnt something. Raises StateError for undeclared state."""
-        for connector, watch in self._watches or ():
-            watch.check(connector, _DECLARATION)
-        state: dict[str, Any] = self.pipeline.get_state()
-        return state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Give connectors a state that `get_state` gave."""
-        self.pipeline.set_state(state)
-
-    def reset_state(self) -> None:
-        """Make connectors that can forget do so."""
-        self.pipeline.reset_state()
-
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> merged state, connector by connector."""
-        merged: dict[str, Any] = self.pipeline.merge_states(states)
-        return merged
-
-    def _take(self, connector: Connector, kind: type[Any]) -> None:
-        self.pipeline = connector if isinstance(connector, kind) else kind(connector.ctx, [connector])
-        self.name = type(connector).__name__
-
-    def _watch_states(self) -> None:
-        """Watch the connectors that declare no state, from the end of the first call on."""
-        if self._watches is None:
-            self._watches = [(each, StateWatch(each)) for each in _undeclaring(self.pipeline)]
-            for connector, watch in self._watches:
-                watch.begin(connector)
-
-    def _complete_context(self, observation_space: Space | None, action_space: Space | None) -> None:
-        """Fill in the spaces that the connectors' context lacks."""
-        if self.pipeline.ctx is None:
-            self.pipeline.bind(ConnectorContext())
-        ctx: ConnectorContext = self.pipeline.ctx
-        ctx.observation_space = observation_space if ctx.observation_space is None else ctx.observation_space
-        ctx.action_space = action_space if ctx.action_space is None else ctx.action_space
-
-
-class AgentConnectorPiece(_AlphaPiece):
-    """Calls agent connectors over the episodes' newest steps, with the agents of one environment as one list.
-
-        connector    an `AgentConnector` or an `AgentConnectorPipeline`
-
-    Each agent's data are `new_obs`, `rewards`, `terminateds`, `truncateds` and `infos` of its newest step, with `t`,
-    `eps_id`, `env_id` and `agent_index`. Before that the connectors get what the module chose at the step before, by
-    `on_policy_output`, and `reset` where an environment has begun an episode. The `new_obs` and the `rewards` that they
-    leave are written to the episodes. Columns that they make for the policy are added to the batch, without the
-    states, which rollouts keep themselves.
-
-    Raises ConnectorError where the connectors do not leave one item for each agent.
-    """
-
-    columnar = False
-    changes_episodes = True
-    lookback = 1
-
-    def __init__(self, connector: AgentConnector) -> None:
-        self._take(connector, AgentConnectorPipeline)
-        self._episodes: dict[str, Any] = {}  # environment -> id of its newest episode
-        self._answered: dict[str, dict[Any, int]] = {}  # environment -> agent -> steps whose output has been passed on
-        self._is_complete = False
-        super().__init__()
-
-    def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
-        self._complete_context(input_observation_space, input_action_space)
-        left: Space = self.pipeline.observation_space_after(input_observation_space)
-        return left
-
-    def __call__(self, *, rl_module: Any = None, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
-        if not self._is_complete:
-            self._complete_states(rl_module)
-        added: list[tuple[str, Any, SingleAgentEpisode]] = []
-        for env_id, agents in _by_environment(self.single_agent_episode_iterator(episodes)).items():
-            self._begin(env_id, agents)
-            given = [data_of(env_id, agent, place) for place, agent in enumerate(agents)]
-            made = self.pipeline(list(given))
-            ids = [(each.env_id, each.agent_id) for each in made]
-            expected = [(env_id, agent_id_of(agent)) for agent in agents]
-            if ids != expected:
-                raise ConnectorError(
-                    f"{self.name} left data of {ids}, expected one item for each agent, in order: {expected}"
-                )
-            for agent, each in zip(agents, made, strict=True):
-                added += self._written(agent, each.data)
-        self._watch_states()
-        return _with_columns(batch, added)
-
-    def _begin(self, env_id: str, agents: list[SingleAgentEpisode]) -> None:
-        """Reset an environment that has begun an episode, or pass on what the module chose at the step before."""
-        episode_id = agents[0].multi_agent_episode_id or agents[0].id_
-        if self._episodes.get(env_id) != episode_id:
-            self._episodes[env_id], self._answered[env_id] = episode_id, {}
-            self.pipeline.reset(env_id)
-        answered = self._answered[env_id]
-        for agent in agents:
-            steps = agent.t
-            if steps and answered.get(agent.agent_id) != steps:
-                answered[agent.agent_id] = steps
-                self.pipeline.on_policy_output(_output_of(env_id, agent))
-
-    def _written(self, episode: SingleAgentEpisode, data: Any) -> list[tuple[str, Any, SingleAgentEpisode]]:
-        """Write what connectors left to an episode; return the further columns of the policy's input."""
-        columns = raw_columns(data)
-        if SampleBatch.NEXT_OBS not in columns:
-            raise ConnectorError(
-                f"{self.name} left data without 'new_obs', expected the observation; columns: {', '.join(columns)}"
-            )
-        observation = columns[SampleBatch.NEXT_OBS]
-        rewrite_last(episode, observation, self.observation_space)
-        reward = columns.get(SampleBatch.REWARDS)
-        if episode.t and reward is not None and reward != episode.get_rewards(-1):
-            episode.set_rewards(new_data=np.float32(reward), at_indices=-1)
-        if not isinstance(data, AgentConnectorsOutput):
-            return []
-        items = {name: map_tree(lambda leaf: leaf[0], column) for name, column in data.sample_batch.items()}
-        if SampleBatch.OBS in items and _are_equal(items[SampleBatch.OBS], observation):
-            del items[SampleBatch.OBS]
-        return [(name, item, episode) for name, item in items.items() if not name.startswith("state_in_")]
-
-    def _complete_states(self, rl_module: Any) -> None:
-        self._is_complete = True
-        ctx: ConnectorContext | None = self.pipeline.ctx
-        if ctx is not None and not ctx.initial_states and is_stateful(rl_module):
-            states = ConnectorContext.from_policy(rl_module)
-            ctx.initial_states, ctx.is_policy_recurrent = states.initial_states, True
-
-
-class ActionConnectorPiece(_AlphaPiece):
-    """Calls action connectors over a module's choices; what they leave becomes `actions_for_env`.
-
-    connector    an `ActionConnector` or an `ActionConnectorPipeline`
-
-    `actions` stay as the module chose them, so that they go with their log-probabilities. The connectors see the
-    agent's observation as `obs` in the input, and the module's further outputs as fetches.
-    """
-
-    columnar = False
-    changes_episodes = False
-
-    def __init__(self, connector: ActionConnector) -> None:
-        self._take(connector, ActionConnectorPipeline)
-        super().__init__()
-
-    def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
-        self._complete_context(input_observation_space, input_action_space)
-        left: Space = self.pipeline.action_space_after(input_action_space)
-        return left
-
-    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
-        if Columns.ACTIONS not in batch:
-            return batch
-        made: dict[tuple[Any, ...], list[Any]] = {}
-        for env_id, agents in _by_environment(self.single_agent_episode_iterator(episodes)).items():
-            for agent in agents:
-                key = episode_key(agent)
-                columns = {name: items[key][0] for name, items in batch.items() if key in items}
-                if Columns.ACTIONS not in columns:
-                    continue
-                state = columns.pop(Columns.STATE_OUT, None)
-                action = columns.pop(Columns.ACTIONS_FOR_ENV, columns[Columns.ACTIONS])
-                del columns[Columns.ACTIONS]
-                given = {SampleBatch.OBS: agent.get_observations(-1)}
-                output = (map_tree(np.array, action), [] if state is None else leaves_of(state), columns)
-                result = self.pipeline(ActionConnectorDataType(env_id, agent_id_of(agent), given, output))
-                made[key] = [result.output[0]]
-        self._watch_states()
-        batch[Columns.ACTIONS_FOR_ENV] = made
-        return batch
-
-
-def _by_environment(episodes: Iterator[SingleAgentEpisode]) -> dict[str, list[SingleAgentEpisode]]:
-    """Environment id -> the episodes of its agents, in order; an episode built by hand is its own environment."""
-    found: dict[str, list[SingleAgentEpisode]] = {}
-    for episode in episodes:
-        built = episode.lane is None or episode.slot is None
-        alone = episode.multi_agent_episode_id or episode.id_
-        found.setdefault(alone if built else f"env_{episode.lane}_{episode.slot}", []).append(episode)
-    return found
-
-
-def _output_of(env_id: str, episode: SingleAgentEpisode) -> ActionConnectorDataType:
-    """Output of the module at an episode's last step."""
-    outputs = {name: episode.get_extra_model_outputs(name, -1) for name in episode.extra_model_outputs}
-    state = outputs.pop(Columns.STATE_OUT, None)
-    for name in (Columns.ACTIONS_FOR_ENV, Columns.POLICY_VERSION):
-        outputs.pop(name, None)
-    states = [] if state is None else leaves_of(state)
-    output = (episode.get_actions(-1), states, outputs)
-    return ActionConnectorDataType(env_id, agent_id_of(episode), {}, output)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    mine, theirs = leaves_of(one), leaves_of(other)
-    return len(mine) == len(theirs) and all(map(np.array_equal, mine, theirs))
-
-
-def _with_columns(batch: Batch, added: list[tuple[str, Any, SingleAgentEpisode]]) -> Batch:
-    for name, item, episode in added:
-        ConnectorV2.add_batch_item(batch, name, item, episode)
-    return batch

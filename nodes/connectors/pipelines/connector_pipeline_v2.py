@@ -3,19 +3,18 @@
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
-from rollflow.nodes.connectors.alpha import as_connector_v2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import settle_observations
 from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass, names_of
 from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.state_watch import checked_state
-from rollflow.stream.data.errors import ConnectorError, StateError, page_on
+from rollflow.stream.data.errors import ConnectorError, StateError, page_on, shown
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -34,11 +33,8 @@ def check_kind(pieces: Sequence[ConnectorV2], kind: str) -> None:
 
 
 def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
-    """The pieces that a connector builder function returned; Alpha connectors become pieces, too.
-
-    Raises ConnectorError for anything else.
-    """
-    pieces = list(map(as_connector_v2, made if isinstance(made, list | tuple) else [made]))
+    """The pieces that a connector builder function returned. Raises ConnectorError for anything else."""
+    pieces = list(made) if isinstance(made, list | tuple) else [made]
     for piece in pieces:
         if not isinstance(piece, ConnectorV2):
             raise ConnectorError(
@@ -226,11 +222,6 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         return tuple(self._pieces)
 
     @property
-    def names(self) -> list[str]:
-        """The pieces' names, in order: no two are the same."""
-        return names_of([piece.name for piece in self._pieces])
-
-    @property
     def observation_spaces(self) -> list[Space]:
         """The spaces that the pieces leave observations in, in order, with those of nested pipelines' pieces."""
         spaces: list[Space] = []
@@ -301,6 +292,34 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         self._check_owns_states("set_state")
         self.take_over_state(state)
 
+    def take_over_state(self, state: dict[str, Any]) -> None:
+        """Do what `set_state` does, for the rollout that has merged the states of its workers or hosts."""
+        pieces = self._named()
+        self._check_names(state)
+        for name, piece_state in state.items():
+            try:
+                getattr(pieces[name], "take_over_state", pieces[name].set_state)(piece_state)
+            except Exception as error:
+                error.add_note(f"in the state of connector piece '{name}' of {self.name}")
+                raise
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Name -> merged state, piece by piece; a piece's own where `states` have none of it.
+
+        Raises ConnectorError for a name of no piece.
+        """
+        for state in states:
+            self._check_names(state)
+        merged: dict[str, Any] = {}
+        for name, piece in self._named().items():
+            of_piece = [state[name] for state in states if name in state]
+            method, result = (
+                ("merge_states", piece.merge_states(of_piece)) if of_piece else ("get_state", piece.get_state())
+            )
+            if checked_state(name, method, result):
+                merged[name] = result
+        return merged
+
     def reset_state(self) -> None:
         """Reset every piece's state. Raises StateError as `set_state` does."""
         self._check_owns_states("reset_state")
@@ -312,6 +331,20 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         return list(self._named().items())
 
     # Inside
+
+    def _named(self) -> dict[str, Any]:
+        return dict(zip(self.names, self._pieces, strict=True))
+
+    def _check_names(self, state: Any) -> None:
+        """Raise ConnectorError for a state that is none, or has a name of no piece."""
+        if not isinstance(state, Mapping):
+            raise ConnectorError(f"{self.name}: the state is {shown(state)}, expected a dict, as get_state gives it")
+        unknown = sorted(set(state) - set(self.names))
+        if unknown:
+            raise ConnectorError(
+                f"{self.name}: a state for {unknown}, expected {{name of a piece: its state}}, as get_state gives it; "
+                f"pieces: {', '.join(self.names) or 'none'}"
+            )
 
     def _edit(self, pieces: list[ConnectorV2]) -> None:
         if self._is_used("_runners"):

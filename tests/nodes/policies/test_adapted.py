@@ -15,11 +15,6 @@ from hypothesis import given, strategies as st
 
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy
 from rollflow.nodes import AdaptActions, DefaultModule, FlattenObservations, PrevActionsPrevRewards
-from rollflow.nodes.connectors.alpha import (
-    ConnectorContext,
-    register_lambda_action_connector,
-    register_lambda_agent_connector,
-)
 from rollflow.policy import OnnxPolicy
 from rollflow.stream import ConnectorError
 
@@ -278,25 +273,16 @@ class Halved(ConnectorV2):
         return batch
 
 
-FourOfSix = register_lambda_agent_connector(
-    "FourOfSix in test_adapted", lambda data: {**data, "new_obs": data["new_obs"][:4]}
-)
-WithOne = register_lambda_action_connector(
-    "WithOne in test_adapted", lambda actions, states, fetches: (np.hstack((actions, [1])), states, fetches)
-)
-
-
 def test_connectors_of_ones_own_stand_around_the_policys() -> None:
     env = gym.make("CartPole-v1")
     old = policy_for(env.observation_space, env.action_space, [MeanStdFilter(update_stats=False)])
-    ctx = ConnectorContext(observation_space=env.observation_space, action_space=env.action_space)
+    with_one = AdaptActions(space=new_cart_pole().action_space, fields={"action[0]": "action", "action[1]": 1})
+    adapted = old.adapted(new_cart_pole(), [Halved()], [with_one])
     before = old.evaluate("CartPole-v1", 2).returns
-    for agent_connectors in ([Halved()], [FourOfSix(ctx)]):
-        adapted = old.adapted(new_cart_pole(), agent_connectors, [WithOne(ctx)])
-        np.testing.assert_array_equal(adapted.evaluate(new_cart_pole, 2).returns, before)
+    np.testing.assert_array_equal(adapted.evaluate(new_cart_pole, 2).returns, before)
     with pytest.raises(
         ConnectorError, match=r"come out of .*, but the policy takes .*\n.*shape \[6\], expected shape \[4\]"
     ):
-        old.adapted(new_cart_pole(), [FlattenObservations()], [WithOne(ctx)])
+        old.adapted(new_cart_pole(), [FlattenObservations()], [with_one])
     with pytest.raises(ConnectorError, match=r"the environment takes .*\n.*, expected shape \[2\]"):
         old.adapted(new_cart_pole(), [Halved()], [AdaptActions(space=spaces.Discrete(3), fields={"action": "action"})])

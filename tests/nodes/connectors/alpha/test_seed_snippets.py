@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollflow import Policy
 from rollflow.nodes import DefaultModule
 from rollflow.nodes.connectors.alpha import (
     ActionConnector,
@@ -20,6 +21,7 @@ from rollflow.nodes.connectors.alpha import (
     ConnectorPolicy,
     ConvertToNumpyConnector,
     ImmutableActionsConnector,
+    NormalizeActionsConnector,
     ObsPreprocessorConnector,
     SampleBatch,
     ViewRequirementAgentConnector,
@@ -157,3 +159,34 @@ def test_a_policy_plays_cartpole_without_its_training_code() -> None:
         np.testing.assert_array_equal(fetches["action_dist_inputs"], logits.numpy())
         obs, _, terminated, truncated, _ = env.step(action)
     assert steps > 3
+
+
+def test_a_recurrent_policy_goes_on_with_its_states_until_its_episode_ends() -> None:
+    module = DefaultModule(BOX, gym.spaces.Discrete(2), model_config={"use_lstm": True, "lstm_cell_size": 4})
+    ctx = ConnectorContext.from_policy(module)
+    policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
+    other = Policy(module, observation_space=BOX, action_space=gym.spaces.Discrete(2))
+    for step, obs in enumerate(np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)):
+        ((action, states, fetches),) = local_policy_inference(
+            policy, "env_1", "agent_1", obs, terminated=step == 4, explore=False
+        )
+        assert action == other.act(obs)
+        np.testing.assert_array_equal(fetches["action_dist_inputs"], other.outputs["action_dist_inputs"][0])
+        assert [state.shape for state in states] == [(4,), (4,)]
+        if step == 4:
+            other.reset()
+
+
+def test_connectors_of_a_nested_pipeline_have_its_context() -> None:
+    inner = ActionConnectorPipeline(None, [NormalizeActionsConnector()])
+    outer = ActionConnectorPipeline(ConnectorContext(action_space=gym.spaces.Box(0.0, 4.0, (1,))), [inner])
+    inner.connectors = [NormalizeActionsConnector(), ImmutableActionsConnector()]
+    made = outer(ActionConnectorDataType("e", "a", {}, (np.array([0.5], np.float32), [], {}))).output[0]
+    assert made.tolist() == [3.0]
+    assert not made.flags.writeable
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"sign": True}, 1.0), ({"limit": 2.0}, 2.0), ({}, 7.0)])
+def test_rewards_are_clipped_by_their_sign_or_a_limit(options: dict[str, float], expected: float) -> None:
+    (made,) = ClipRewardAgentConnector(CTX, **options)([AgentConnectorDataType("e", "a", {"rewards": 7.0})])
+    assert made.data == {"rewards": expected}
