@@ -1,10 +1,9 @@
-"""`rollflow check-host`: a check that a host of environments keeps to the protocol."""
+"""Exercise a host of environments, of one agent each or of several, and print what it does wrong."""
 
 import argparse
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
 
 from rollflow.cli import arguments
 from rollflow.nodes.env.remote.host_checks import check_host, encrypted
@@ -12,17 +11,11 @@ from rollflow.nodes.env.remote.remote_envs import secret_bytes
 from rollflow.stream.wire import UnixAddress, check_secret, parse_address
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "check-host",
-        help="check whether a host of environments keeps to the protocol",
-        description="Exercise a host of environments, of one agent each or of several, and print what it does wrong.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("address", help="where the host listens: tcp://host:port or unix:/path")
     arguments.add_protection(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for a step or a reset (10)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

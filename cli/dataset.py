@@ -1,4 +1,4 @@
-"""`rollflow dataset`: what a dataset is, whether its files are whole, and others made of its episodes."""
+"""Datasets: folders that a DatasetSink has written, or of Minari's."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -21,24 +21,16 @@ from rollflow.stream.data.space import describe_space
 _BYTES_AT_ONCE = 256 << 20  # of steps in memory
 
 
-def add_to(commands: Any) -> None:
-    """Add the command, with its own commands, to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "dataset",
-        help="show, check, merge, filter or convert datasets",
-        description="Datasets: folders that a DatasetSink has written, or of Minari's.",
-    )
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's actions."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     show = actions.add_parser("show", help="print spaces, runs, and histograms of returns and lengths")
     show.add_argument("path", type=Path)
-    show.set_defaults(run=_show)
     check = actions.add_parser("check", help="read every byte, and name the files that are damaged; the status is 1")
     check.add_argument("path", type=Path)
-    check.set_defaults(run=_check)
     merge = actions.add_parser("merge", help="write the episodes of several datasets to one; their runs stay apart")
     merge.add_argument("paths", type=Path, nargs="+", metavar="path")
     merge.add_argument("--out", type=Path, required=True, help="its folder; a dataset that is there is added to")
-    merge.set_defaults(run=_merge)
     _add_filter(actions)
     convert = actions.add_parser("convert", help="write a dataset in another library's format")
     convert.add_argument("path", type=Path)
@@ -49,7 +41,6 @@ def add_to(commands: Any) -> None:
     convert.add_argument(
         "--out", type=Path, metavar="FOLDER", help="of all datasets of Minari's (default: where Minari keeps its own)"
     )
-    convert.set_defaults(run=_convert)
 
 
 def _add_filter(actions: Any) -> None:
@@ -64,10 +55,15 @@ def _add_filter(actions: Any) -> None:
         "--run", type=int, action="append", metavar="N", dest="runs", help="of this run; may come again"
     )
     parser.add_argument("--whole", action="store_true", help="with their beginning and their end")
-    parser.set_defaults(run=_filter)
 
 
-def _show(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int | None:
+    """Do what the action says; the exit status."""
+    actions = {"show": _show, "check": _check, "merge": _merge, "filter": _filter, "convert": _convert}
+    return actions[args.action](args)
+
+
+def _show(args: argparse.Namespace) -> None:
     source = DatasetSource(args.path)
     summary, runs = source.summary(), source.description["runs"]
     if source.agents is not None:
@@ -93,7 +89,6 @@ def _show(args: argparse.Namespace) -> int:
             text += f" of {len(finite)}; NaN or infinite: {count - len(finite)}" if len(finite) < count else ""
         print(f"{name:<13} {text}")
         print("\n".join(histogram(finite)))
-    return 0
 
 
 def _show_kind(observation_space: Any, action_space: Any, columns: Iterable[str]) -> None:
@@ -117,7 +112,7 @@ def _check(args: argparse.Namespace) -> int:
     return arguments.print_checks(check_dataset(DatasetFolder(args.path)))
 
 
-def _merge(args: argparse.Namespace) -> int:
+def _merge(args: argparse.Namespace) -> None:
     _check_apart(args.paths, args.out)
     sources = [_source(path) for path in args.paths]
     first = _kinds_of(sources[0])
@@ -132,7 +127,7 @@ def _merge(args: argparse.Namespace) -> int:
             raise DatasetError(f"{path} does not go with {args.paths[0]}: {told}; expected datasets of one kind").see(
                 "dataset"
             )
-    return _write(sources, args.out)
+    _write(sources, args.out)
 
 
 def _kinds_of(source: DatasetSource) -> dict[str, dict[str, Any]]:
@@ -149,7 +144,7 @@ def _kinds_of(source: DatasetSource) -> dict[str, dict[str, Any]]:
     }
 
 
-def _filter(args: argparse.Namespace) -> int:
+def _filter(args: argparse.Namespace) -> None:
     _check_apart([args.path], args.out)
     if np.isnan([each for each in (args.min_return, args.max_return) if each is not None]).any():
         raise DatasetError("a bound of returns is NaN, expected a number, which returns can be held against")
@@ -162,7 +157,7 @@ def _filter(args: argparse.Namespace) -> int:
         raise DatasetError(f"none of {len(summary.returns)} episodes of {args.path} is within the bounds").see(
             "dataset"
         )
-    return _write([_source(args.path, chosen)], args.out)
+    _write([_source(args.path, chosen)], args.out)
 
 
 def _within(summary: EpisodeSummary, args: argparse.Namespace) -> NDArray[np.bool_]:
@@ -178,7 +173,7 @@ def _within(summary: EpisodeSummary, args: argparse.Namespace) -> NDArray[np.boo
     return kept if args.runs is None else kept & np.isin(summary.runs, args.runs)
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     source = _source(args.path)
     if source.agents is not None:
         raise DatasetError(
@@ -187,7 +182,6 @@ def _convert(args: argparse.Namespace) -> int:
     spaces = source.observation_space, source.action_space
     folder = write_minari(source.fragments(), spaces, source.description, args.id, args.out)
     print(f"{folder} has {source.num_episodes} episodes, {source.num_steps} steps")
-    return 0
 
 
 def _check_apart(paths: list[Path], out: Path) -> None:
@@ -204,8 +198,8 @@ def _source(path: Path, episodes: Any = None) -> DatasetSource:
     )
 
 
-def _write(sources: list[DatasetSource], out: Path) -> int:
-    """Write the episodes of sources to a dataset, with a line on what it has now; the exit status.
+def _write(sources: list[DatasetSource], out: Path) -> None:
+    """Write the episodes of sources to a dataset, with a line on what it has now.
 
     After an error a new dataset is not there at all, and the error says what one that was there has more.
     """
@@ -224,4 +218,3 @@ def _write(sources: list[DatasetSource], out: Path) -> int:
     new, there = sum(each.num_episodes for each in sources), DatasetSource(out).num_episodes
     in_all = f"; {there} in all" if there > new else ""
     print(f"{out} has {new} episodes more, of {sink.num_steps} {of}{in_all}")
-    return 0

@@ -1,11 +1,13 @@
-"""`rollflow doctor`: where the threads of a process stand, as seen from another terminal."""
+"""Say where the threads of a running process and of its workers stand, your own code first.
+
+It is asked by a signal that a rollflow run answers whatever it hangs in, and that breaks nothing off.
+"""
 
 import argparse
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.observe.stacks import StackFrame, dumps_of, is_stopped, stack_in_dump, stack_lines
@@ -15,22 +17,14 @@ _MAIN = "main thread"
 _REMEDY = "a process answers on Linux, while it runs rollflow with a stall_after; py-spy dump --pid shows any other"
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor",
-        help="say where the threads of a running process stand",
-        description="Say where the threads of a running process and of its workers stand, your own code first. It "
-        "is asked by a signal that a rollflow run answers whatever it hangs in, and that breaks nothing off.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("pid", type=int, metavar="PID", help="the process that runs rollflow, or one of its workers")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit status, 0 where something was seen."""
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     print(*stack_report(args.pid), sep="\n")
-    return 0
 
 
 def stack_report(pid: int) -> list[str]:

@@ -13,14 +13,25 @@ from importlib.metadata import version
 
 from rollflow.stream.data.errors import RollflowError
 
-_OF_MODULES = "replay-host", "check-host", "policy", "serve", "dataset", "record", "doctor", "top", "trace", "view"
-# Command -> the module of `rollflow.cli` whose `add_to` adds it. A command imports its own module alone: most others
-# need torch, which takes seconds.
-_COMMANDS = {
-    "rollout": "rollout",
-    **dict.fromkeys(("env-host", "rollout-host"), "hosts"),
-    **{name: name.replace("-", "_") for name in _OF_MODULES},
+COMMANDS = {
+    "rollout": "run a rollout here that feeds a trainer in another process or on another host",
+    "env-host": "step environments here for a rollout on another host",
+    "rollout-host": "run whole rollouts here, environments and policy, for a trainer on another host",
+    "replay-host": "hold a replay that several rollouts write into, and several trainers sample from",
+    "check-host": "check whether a host of environments keeps to the protocol",
+    "policy": "show, check or export saved policies",
+    "serve": "have saved policies act for clients, over HTTP and WebSocket",
+    "dataset": "show, check, merge, filter or convert datasets",
+    "record": "have a saved policy play whole episodes, and write them to a dataset",
+    "doctor": "say where the threads of a running process stand",
+    "top": "look at the runs of this user on this machine",
+    "trace": "write what a running run does, for ui.perfetto.dev or chrome://tracing",
+    "view": "look at the runs of this user on this machine in a browser",
 }
+"""Command -> what it does. Its module has `add_arguments(parser)` and `run(args)`, and is described by its docstring.
+
+A command imports its own module alone: most others need torch, which takes seconds.
+"""
 LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
 
 
@@ -31,16 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in _modules(sys.argv[1:] if arguments is None else arguments):
-        importlib.import_module(f"rollflow.cli.{module}").add_to(commands)
-    args, unknown = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    named = next((word for word in words if word in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name == named:
+            module = importlib.import_module(f"rollflow.cli.{name.replace('-', '_')}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args, unknown = parser.parse_known_args(words)
     if unknown:  # said with the options of the command, not with those of all
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it says goodbye
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
-        status: int = args.run(args)
+        return args.run(args) or 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
@@ -49,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pages = error.pages if isinstance(error, RollflowError) else ()
         print(f"rollflow: {error}", *pages, sep="\n", file=sys.stderr)
         return 1
-    return status
 
 
 def _is_unread() -> bool:
@@ -60,14 +77,6 @@ def _is_unread() -> bool:
     if is_unread:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return is_unread
-
-
-def _modules(arguments: Sequence[str]) -> Sequence[str]:
-    """Modules that are needed: that of the command that is named, none for the version, or else all, for help."""
-    first = arguments[0] if arguments else ""
-    if first == "--version":
-        return []
-    return [_COMMANDS[first]] if first in _COMMANDS else list(dict.fromkeys(_COMMANDS.values()))
 
 
 if __name__ == "__main__":

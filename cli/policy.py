@@ -1,4 +1,4 @@
-"""`rollflow policy`: saved policies are shown, checked and exported."""
+"""Saved policies: folders or .zip files."""
 
 import argparse
 from pathlib import Path
@@ -9,30 +9,27 @@ from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, read_files
 from rollflow.nodes.policies.space_text import space_of
 
 
-def add_to(commands: Any) -> None:
-    """Add the command, with its own commands, to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "policy",
-        help="show, check or export saved policies",
-        description="Saved policies: folders or .zip files.",
-    )
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's actions."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     show = actions.add_parser("show", help="print what a policy is; nothing of it is run")
     show.add_argument("path", type=Path)
-    show.set_defaults(run=_show)
     check = actions.add_parser("check", help="load a policy, and see that it does what it did when it was saved")
     check.add_argument("path", type=Path)
     arguments.add_allow(check)
     check.add_argument("--device", help="where forward passes are done")
-    check.set_defaults(run=_check)
     export = actions.add_parser("export", help="write a policy, its pieces included, for runtimes without rollflow")
     export.add_argument("path", type=Path)
     export.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="an ONNX program (extra onnx)")
     arguments.add_allow(export)
-    export.set_defaults(run=_export)
 
 
-def _show(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    """Do what the action says."""
+    {"show": _show, "check": _check, "export": _export}[args.action](args)
+
+
+def _show(args: argparse.Namespace) -> None:
     manifest, files = read_files(args.path)
     print(f"observations  {space_of(manifest['observation_space'], 'observation_space')}")
     print(f"actions       {space_of(manifest['action_space'], 'action_space')}")
@@ -45,23 +42,20 @@ def _show(args: argparse.Namespace) -> int:
     programs = [name for name in (PROGRAMS, ONNX) if name in files]
     if programs:
         print(f"programs      {', '.join(programs)}")
-    return 0
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> None:
     from rollflow import Policy  # with torch, which the other commands do without
 
     policy = Policy.load(args.path, allow=args.allow, device=args.device)
     print(f"{policy!r} does what it did when it was saved")
-    return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     from rollflow import Policy
 
     Policy.load(args.path, allow=args.allow, explore=False).export_onnx(args.onnx)
     print(f"{args.onnx} has {args.onnx.stat().st_size} bytes, and takes the likeliest actions that {args.path} does")
-    return 0
 
 
 def _label(piece: dict[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""`rollflow record`: a saved policy plays whole episodes, which are written to a dataset."""
+"""Have a saved policy play whole episodes, and write them to a dataset.
+
+The same seed gives the same steps. Ctrl-C ends it; what was played until then is in the dataset.
+"""
 
 import argparse
 import copy
@@ -7,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -20,14 +22,8 @@ from rollflow.nodes.rollout.rollout import Rollout, rollout_of
 from rollflow.stream.fragments.fragment import ChunkIndex, Fragment
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "record",
-        help="have a saved policy play whole episodes, and write them to a dataset",
-        description="Have a saved policy play whole episodes, and write them to a dataset. The same seed gives the "
-        "same steps. Ctrl-C ends it; what was played until then is in the dataset.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
     parser.add_argument("--policy", type=Path, required=True, metavar="PATH", help="a saved policy")
     parser.add_argument("--episodes", type=int, required=True, metavar="N", help="whole episodes")
@@ -45,10 +41,10 @@ def add_to(commands: Any) -> None:
     )
     arguments.add_allow(parser)
     parser.add_argument("--device", help="where forward passes are done")
-    parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     if args.episodes < 1 or args.num_envs < 1:
         raise ValueError(f"--episodes {args.episodes} --num-envs {args.num_envs}, expected 1 or more of each")
     policy = Policy.load(args.policy, allow=args.allow, device=args.device)
@@ -75,7 +71,6 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         if lost := rollout.lost.get("failed"):
             print(f"{lost} steps of the fragment that was being made are not in it", file=sys.stderr, flush=True)
-    return 0
 
 
 def _show(count: int) -> None:

@@ -1,9 +1,12 @@
-"""`rollflow replay-host`: a replay that rollouts write into and that trainers sample from, in a process of its own."""
+"""Hold a replay in this process.
+
+Rollouts feed it as they feed a trainer: rollflow rollout --trainer ADDRESS. Trainers sample from it by a ReplayClient.
+SIGTERM, or Ctrl-C, writes a last checkpoint, where there is one, and ends it.
+"""
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from rollflow import Replay
 from rollflow.cli import arguments
@@ -12,15 +15,8 @@ from rollflow.sinks import ReplayHost, SamplesPerInsert
 _OPTIONS = ("capacity", "batch_size", "ratio", "min_size")  # of the replay
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "replay-host",
-        help="hold a replay that several rollouts write into, and several trainers sample from",
-        description="Hold a replay in this process. Rollouts feed it as they feed a trainer: rollflow rollout "
-        "--trainer ADDRESS. Trainers sample from it by a ReplayClient. SIGTERM, or Ctrl-C, writes a last checkpoint, "
-        "where there is one, and ends it.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument(
         "--rollouts",
         required=True,
@@ -51,11 +47,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between two checkpoints (30)")
     arguments.add_protection(parser)
     arguments.add_max_frame(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     host = ReplayHost(
         _replay_of(args),
         rollouts=args.rollouts,
@@ -69,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     with host:
         print(f"rollouts feed {host.rollouts}, trainers sample at {host.trainers}", file=sys.stderr, flush=True)
         host.wait()
-    return 0
 
 
 def _replay_of(args: argparse.Namespace) -> Replay:

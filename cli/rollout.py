@@ -1,4 +1,8 @@
-"""`rollflow rollout`: a rollout on this host that feeds a trainer in another process or on another host."""
+"""Run a rollout here whose fragments go to a TrainerStream elsewhere, until it says goodbye.
+
+Ctrl-C has the environments stop, and waits until the trainer has what was under way. At its end it says which stage has
+held the others back.
+"""
 
 import argparse
 import sys
@@ -14,15 +18,8 @@ from rollflow.stream.graph.report import Report
 _SETTING = ("num_envs", "lanes", "where", "workers", "fragment_length", "seed", "num_fragments")  # of a rollout
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "rollout",
-        help="run a rollout here that feeds a trainer in another process or on another host",
-        description="Run a rollout here whose fragments go to a TrainerStream in another process or on another host, "
-        "until it says goodbye. Ctrl-C has the environments stop, and waits until the trainer has what was under way. "
-        "At its end it says which stage has held the others back.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
     parser.add_argument("--num-envs", type=int, default=1, help="how many environments (1)")
     parser.add_argument("--lanes", type=int, help="groups of them that step apart (as suits --where)")
@@ -55,11 +52,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--progress", action="append_const", dest="log", const="progress:", help="show how it goes, as --log progress:"
     )
-    parser.set_defaults(run=run, listen=None)  # None: TLS and secrets are those of a client
+    parser.set_defaults(listen=None)  # None: TLS and secrets are those of a client
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     options = {
         "secret": arguments.secret_of(args),
         "tls": arguments.tls_of(args),
@@ -69,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     }
     goodbye = feed(_rollout_of(args), args.trainer, sends="fragments", on_end=_show, **options)
     print("the rollout has ended" if goodbye is None else f"the trainer said goodbye: {goodbye}", file=sys.stderr)
-    return 0
 
 
 def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:

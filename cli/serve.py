@@ -1,4 +1,8 @@
-"""`rollflow serve`: saved policies act for clients over HTTP and WebSocket."""
+"""Have saved policies act for a PolicyClient, and for others by POST /v1/policies/NAME/act, with JSON or msgpack.
+
+A policy that is saved anew under its path takes over, and so do the weights of a trainer that is followed, without a
+dropped request.
+"""
 
 import argparse
 import importlib.util
@@ -23,15 +27,8 @@ PREFIX = "follow-"
 _LOOKS_UNTIL_AGAIN = 10  # after an error, such as another secret
 
 
-def add_to(commands: Any) -> None:
-    """Add `serve` to the commands of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "serve",
-        help="have saved policies act for clients, over HTTP and WebSocket",
-        description="Have saved policies act for a PolicyClient, and for others by POST /v1/policies/NAME/act, with "
-        "JSON or msgpack. A policy that is saved anew under its path takes over, and so do the weights of a trainer "
-        "that is followed, without a dropped request.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument(
         "policies",
         nargs="+",
@@ -60,10 +57,10 @@ def add_to(commands: Any) -> None:
         "--max-wait", type=float, default=0.0, metavar="MS", help="how long the first waits for others (0)"
     )
     parser.add_argument("--max-waiting", type=int, default=1024, help="requests that may wait; more get 429 (1024)")
-    parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     needed = "starlette", "uvicorn", "websockets", "prometheus_client"
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
         raise ValueError(f"serving takes the package {missing[0]}: pip install rollflow[serve]")
@@ -84,7 +81,6 @@ def _run(args: argparse.Namespace) -> int:
         stack.callback(Watcher(looks).close)
         print(f"serving {', '.join(shelf.names)} at {server.url}", file=sys.stderr, flush=True)
         threading.Event().wait()  # until a signal
-    return 0
 
 
 def _named(text: str) -> tuple[str, str]:

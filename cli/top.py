@@ -1,4 +1,7 @@
-"""`rollflow top`: the runs of this user on this machine, in the terminal."""
+"""Look at the runs of this user on this machine, until Ctrl-C.
+
+Shown are stages and edges, who waits for whom, returns, policy versions, losses, and what holds each run back.
+"""
 
 import argparse
 import importlib
@@ -15,19 +18,12 @@ from rollflow.stream.observe.run_socket import run_folder, snapshot_at, snapshot
 from rollflow.stream.observe.snapshot import with_rates
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        help="look at the runs of this user on this machine",
-        description="Look at the runs of this user on this machine, until Ctrl-C: their stages and edges, who waits "
-        "for whom, returns, policy versions, losses, and what holds each of them back.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     add_run(parser)
     parser.add_argument("--once", action="store_true", help="show them once, with shares since they began")
     parser.add_argument("--json", action="store_true", help="print a JSON array of their snapshots a line")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
-    parser.set_defaults(run=_run)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +36,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     if not args.every > 0:
         raise ValueError(f"--every is {args.every:g}, expected a number of seconds above 0")
     once = args.once or not (args.json or sys.stdout.isatty())
@@ -55,7 +52,6 @@ def _run(args: argparse.Namespace) -> int:
             picture.show(poller.next, str(run_folder()), None if once else args.every)
     except KeyboardInterrupt:
         pass
-    return 0
 
 
 def _print_json(poller: "SnapshotPoller", every: float, *, once: bool) -> None:

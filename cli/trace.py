@@ -1,4 +1,7 @@
-"""`rollflow trace`: a trace of a run that is under way, from another terminal."""
+"""Write a trace of a running run: its stages, lanes and fragments on one time axis. Ctrl-C ends it before its time.
+
+Open the file in ui.perfetto.dev or chrome://tracing.
+"""
 
 import argparse
 import signal
@@ -7,7 +10,6 @@ import threading
 from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from rollflow.cli.top import load_snapshots
 from rollflow.stream.observe.run_socket import trace_at
@@ -16,21 +18,15 @@ from rollflow.stream.observe.trace import check_trace, open_trace
 _SECONDS = 10.0
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "trace",
-        help="write what a running run does, for ui.perfetto.dev or chrome://tracing",
-        description="Write a trace of a running run: its stages, lanes and fragments on one time axis. Ctrl-C ends it "
-        "before its time. Open the file in ui.perfetto.dev or chrome://tracing.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("address", metavar="ADDRESS", help="the run: its process id, or unix:/path of its socket")
     parser.add_argument("seconds", nargs="?", type=float, default=_SECONDS, metavar="SECONDS", help="how long (10)")
     parser.add_argument("--to", metavar="FILE", help="the file, compressed if it ends in .gz (rollflow-PID.trace.gz)")
-    parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     if not args.seconds > 0:
         raise ValueError(f"SECONDS is {args.seconds:g}, expected a number above 0")
     check_trace(args.to)
@@ -49,4 +45,3 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     print(f"{path}: open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
-    return 0

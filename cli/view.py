@@ -1,4 +1,7 @@
-"""`rollflow view`: the runs of this user on this machine, in a browser."""
+"""Look at the runs of this user on this machine in a browser, until Ctrl-C.
+
+The page is served on this machine alone, under an address that nobody can guess, and takes nothing from the internet.
+"""
 
 import argparse
 import importlib
@@ -17,20 +20,14 @@ from rollflow.stream.observe.snapshot import is_bad, last_errors, main_figures, 
 _LOOK_S = 0.8  # between two looks, at least: several browsers share one
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "view",
-        help="look at the runs of this user on this machine in a browser",
-        description="Look at the runs of this user on this machine in a browser, until Ctrl-C. The page is served on "
-        "this machine alone, under an address that nobody can guess, and takes nothing from the internet.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     add_run(parser)
     parser.add_argument("--port", type=int, default=0, help="where it is served on 127.0.0.1 (a free one)")
-    parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ValueError(f"rollflow view takes the package {missing[0]}: pip install 'rollflow[view]'")
     load_snapshots(args.address)  # so that a mistake is said at once
@@ -43,7 +40,6 @@ def _run(args: argparse.Namespace) -> int:
             uvicorn.Server(config).run(sockets=[listening])
         except KeyboardInterrupt:
             pass
-    return 0
 
 
 def _listening(port: int) -> socket.socket:

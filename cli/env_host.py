@@ -1,45 +1,24 @@
-"""`rollflow env-host` and `rollflow rollout-host`: environments, or whole rollouts, here for a rollout elsewhere."""
+"""Step environments, of one agent each or of several, here for a rollout on another host, until it says goodbye."""
 
 import argparse
 import math
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from rollflow import EnvHost, RolloutHost
+from rollflow import EnvHost
 from rollflow.cli import arguments
 from rollflow.nodes.env.remote.host import Host
 
 
-def add_to(commands: Any) -> None:
-    """Add `env-host` and `rollout-host` to the commands of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "env-host",
-        help="step environments here for a rollout on another host",
-        description="Step environments, of one agent each or of several, here for a rollout on another host, until it "
-        "says goodbye.",
-    )
-    _add_hosting(parser, lanes=2, lanes_help="some step while others wait for their actions")
-    parser.set_defaults(run=_serve, host_of=lambda args: EnvHost(**_options_of(args)))
-    parser = commands.add_parser(
-        "rollout-host",
-        help="run whole rollouts here, environments and policy, for a trainer on another host",
-        description="Run whole rollouts here, environments, connectors and copies of modules, for a Rollout or a "
-        "MultiAgentRollout over RemoteRollouts on another host, until it says goodbye. Modules and connectors must be "
-        "those of the rollout.",
-    )
-    lanes_help = "each has a thread, for environments that wait or let the interpreter go"
-    _add_hosting(parser, lanes=1, lanes_help=lanes_help)
-    arguments.add_acting(
-        parser,
-        otherwise="the default module, as the rollout has it",
-        several=", or is a dict of those; several by id: ID= alone is a default one",
-    )
-    parser.set_defaults(run=_serve, host_of=lambda args: RolloutHost(**_options_of(args), **arguments.acting_of(args)))
-
-
-def _add_hosting(parser: argparse.ArgumentParser, *, lanes: int, lanes_help: str) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    lanes: int = 2,
+    lanes_help: str = "some step while others wait for their actions",
+) -> None:
     """Add the arguments that say what environments there are, and whom they are for.
 
     lanes, lanes_help    how many there are by default, if there are as many environments; what they are for
@@ -70,28 +49,28 @@ def _add_hosting(parser: argparse.ArgumentParser, *, lanes: int, lanes_help: str
     )
 
 
-def _options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of a host for the arguments. Raises ValueError and OSError where they don't go together."""
-    lanes = args.lanes
-    if lanes is None and args.num_envs is not None:
-        lanes = min(args.most_lanes, args.num_envs)
-    return {
-        "env": arguments.environment_of(args.env),
-        "num_envs": args.num_envs,
-        "lanes": lanes,
-        "name": args.name,
-    }
-
-
-def _serve(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve the rollout that dials, or is dialled, until it ends or SIGTERM comes; the exit status."""
+    return serve(args, EnvHost, lambda _: {})
+
+
+def serve(args: argparse.Namespace, kind: Callable[..., Host], more_of: Callable[..., dict[str, Any]]) -> int:
+    """Serve by a host of some kind.
+
+    more_of    gives its other keywords for the arguments
+
+    Raises ValueError and OSError where the arguments don't go together.
+    """
     protection: dict[str, Any] = {
         "secret": arguments.secret_of(args),
         "tls": arguments.tls_of(args),
         "limits": arguments.limits_of(args.max_frame),
     }
-    made: Host = args.host_of(args)  # after the secret, which is no environment's to see
-    with made as host:
+    lanes = args.lanes
+    if lanes is None and args.num_envs is not None:
+        lanes = min(args.most_lanes, args.num_envs)
+    env = arguments.environment_of(args.env)  # after the secret, which is no environment's to see
+    with kind(env=env, num_envs=args.num_envs, lanes=lanes, name=args.name, **more_of(args)) as host:
         if not 0 <= args.grace < math.inf:
             raise ValueError(f"--grace is {args.grace:g}, expected seconds from 0 on")
         if threading.current_thread() is threading.main_thread():
