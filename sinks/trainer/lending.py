@@ -11,55 +11,30 @@ to copy what it goes on to read.
 """
 
 import logging
-import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
-import optree
 from numpy.typing import NDArray
 
 from rollflow.sinks.trainer.messages import is_batch
 from rollflow.stream import wire
 from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, never_shrinks, root_of
-from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
 from rollflow.stream.wire import Block, Forget, Fragment, Lent
-from rollflow.stream.wire.codec.lent_columns import LentLeaf, can_be_lent, lent_columns, pack_columns
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.value import decode_lent, encode_value
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 64  # of what is copied
+_ALIGNMENT = 64  # of what is copied
 _LEAST = 1 << 12  # bytes of a block
-_NOWHERE = LentLeaf(np.dtype(bool), (0,), 0, 0)
-
-
-@lru_cache(1024)
-def _laid_out(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[tuple[LentLeaf, ...], int]:
-    """Places in block 0 of arrays of these dtypes and shapes, one behind the other, little-endian, and their bytes.
-
-    Raises ColumnError for one that can't be sent.
-    """
-    leaves, offset = [], 0
-    for dtype, shape in kinds:
-        little = dtype.newbyteorder("<")
-        if not can_be_lent(little):
-            raise ColumnError(f"a column of dtype {dtype} can't be sent, expected numbers or bool")
-        leaves.append(LentLeaf(little, shape, 0, offset))
-        offset += -(-little.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT
-    return tuple(leaves), offset
-
-
-@lru_cache(1024)
-def _packed(spec: optree.PyTreeSpec, leaves: tuple[LentLeaf, ...]) -> bytes:
-    """The packed places of a tree of arrays."""
-    columns: Any = optree.tree_unflatten(spec, leaves)
-    return pack_columns(columns)
+_COLUMNS = field.map_of(field.tree)
 
 
 class FragmentLender:
@@ -138,72 +113,59 @@ class FragmentLender:
 
     def _lent(self, message: wire.Fragment, loans: "_Loans") -> wire.Lent | None:
         """The message of a fragment that is lent from now on; None: it may not be lent as well."""
-        columns: Any = message.columns
-        leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
+        leaves = [leaf for tree in message.columns.values() for leaf in leaves_of(tree)]
         size = sum([leaf.nbytes for leaf in leaves])
         if not self._has_room(size):
             return None
-        places, shared, roots = self._placed(leaves, is_batch=is_batch(message))
-        columns_at = _packed(spec, tuple(places))
-        blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in shared])
-        loans.lend(blocks, roots, size)
-        return wire.Lent(message.lane, message.number, blocks, columns_at, message.rest)
+        # A train batch may be written to by the trainer, and would come as something else if it were sent again.
+        places = _Places({} if is_batch(message) else self._descriptors, self._pool(size + _ALIGNMENT * len(leaves)))
+        columns, _ = encode_value(message.columns, "columns", places.put)
+        for block in places.roots:
+            if block not in self._descriptors:
+                self._keep_descriptor(block)
+        blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in places.roots])
+        loans.lend(blocks, [*places.roots.values()], size)
+        return wire.Lent(message.lane, message.number, blocks, columns, message.rest)
 
-    def _copies_of(self, arrays: Sequence[NDArray[Any]]) -> tuple[SharedBlock, NDArray[np.uint8], tuple[LentLeaf, ...]]:
-        """A block with copies of arrays, the array that keeps it from being written again, and the copies' places."""
-        leaves, used = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
-        size = max(_LEAST, 1 << (used - 1).bit_length())
-        if size not in self._pools:
-            self._pools[size] = BlockPool(size, SharedBlock)
-        index, root = self._pools[size].take()
-        for array, leaf in zip(arrays, leaves, strict=True):
-            np.copyto(np.ndarray(leaf.shape, leaf.dtype, root, leaf.offset), array)
-        block = self._pools[size].blocks[index]
-        self._keep_descriptor(block)
-        return block, root, leaves
+    def _pool(self, size: int) -> BlockPool[SharedBlock]:
+        """Pool of blocks of so many bytes or more."""
+        size = max(_LEAST, 1 << (size - 1).bit_length())
+        return self._pools.setdefault(size, BlockPool(size, SharedBlock))
 
-    def _placed(
-        self, leaves: list[NDArray[Any]], *, is_batch: bool
-    ) -> tuple[list[LentLeaf], list[SharedBlock], list[NDArray[Any]]]:
-        """The places of arrays `any[...]`; those outside of shared blocks are copied into one.
 
-        Also gives the blocks, and the array over each that keeps it from being written again.
-        """
-        places, blocks, roots = list[LentLeaf](), list[SharedBlock](), list[NDArray[Any]]()
-        copied: list[int] = []
+class _Places:
+    """Places of the arrays of one fragment in blocks; an array that lies in none that is known is copied into one.
 
-        def number_of(block: SharedBlock, root: NDArray[Any]) -> int:
-            """The index of a block, one that is added if it was not there."""
-            if block not in blocks:
-                blocks.append(block)
-                roots.append(root)
-            return blocks.index(block)
+    known     blocks that the trainer can be given
+    copies    blocks for copies of all arrays
 
-        def place_of(leaf: NDArray[Any]) -> LentLeaf | None:
-            """The place of an array in a block that others see; None where it lies in none."""
-            root = root_of(leaf)
-            is_last = bool(roots) and roots[-1] is root  # as a rule all lie in one
-            block = blocks[-1] if is_last else block_under(root)
-            if block is None or not (is_last or block in self._descriptors):
-                return None
-            offset = address_of(leaf) - block.address
-            return None if offset % 8 else LentLeaf(leaf.dtype, leaf.shape, number_of(block, root), offset)
+    roots     block -> the array over it that keeps it from being written again
+    """
 
-        for index, leaf in enumerate(leaves):
-            # A train batch may be written to by the trainer, and would come as something else if it were sent again.
-            if not leaf.nbytes:
-                places.append(LentLeaf(leaf.dtype, leaf.shape, 0, 0))
-            elif is_batch or not _is_plain(leaf) or (place := place_of(leaf)) is None:
-                copied.append(index)
-                places.append(_NOWHERE)
-            else:
-                places.append(place)
-        if copied:
-            block, root, copies = self._copies_of([leaves[index] for index in copied])
-            number = number_of(block, root)
-            for index, copy in zip(copied, copies, strict=True):
-                places[index] = copy._replace(block=number)
-        return places, blocks, roots
+    def __init__(self, known: Container[SharedBlock], copies: BlockPool[SharedBlock]) -> None:
+        self.roots: dict[SharedBlock, NDArray[np.uint8]] = {}
+        self._known, self._copies, self._copied = known, copies, 0
+        self._indices: dict[SharedBlock, int] = {}
+
+    def put(self, array: NDArray[Any]) -> tuple[int, int]:
+        """Index of the block that an array `any[...]` is in from now on, and its offset there."""
+        if not array.nbytes:
+            return 0, 0
+        root = root_of(array)
+        block = block_under(root)
+        if block is not None and block in self._known and (offset := address_of(array) - block.address) % 8 == 0:
+            return self._index_of(block, root), offset
+        if not self._copied:
+            index, self._copy = self._copies.take()
+            self._block = self._copies.blocks[index]
+        offset, end = self._copied, self._copied + array.nbytes
+        self._copy[offset:end].view(array.dtype).reshape(array.shape)[...] = array
+        self._copied = end + -end % _ALIGNMENT
+        return self._index_of(self._block, self._copy), offset
+
+    def _index_of(self, block: SharedBlock, root: NDArray[np.uint8]) -> int:
+        self.roots.setdefault(block, root)
+        return self._indices.setdefault(block, len(self._indices))
 
 
 class _Loans:
@@ -265,10 +227,6 @@ class _Loans:
         return self._life.is_hung_up()
 
 
-def _is_plain(array: NDArray[Any]) -> bool:
-    return array.flags.c_contiguous and can_be_lent(array.dtype)
-
-
 _MOST_BLOCKS = 1 << 16  # of one connection's
 _MOST_FREED = 1024  # that are told at a time
 
@@ -298,7 +256,8 @@ class FragmentBorrower:
     def fragment(self, message: Lent) -> Fragment:
         """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere."""
         blocks = [self._array_over(number) for number in message.blocks]
-        return Fragment(message.lane, message.number, lent_columns(message.columns, blocks), message.rest)
+        columns = _COLUMNS(decode_lent(message.columns, blocks), "lent.columns")
+        return Fragment(message.lane, message.number, columns, message.rest)
 
     def freed(self) -> tuple[int, ...]:
         """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""

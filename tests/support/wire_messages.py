@@ -10,13 +10,19 @@ from gymnasium import spaces
 from rollflow.stream import wire
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import describe_space
-from rollflow.stream.wire.codec.lent_columns import LentLeaf, pack_columns
+from rollflow.stream.wire.codec.value import encode_value
 
 SECRET = b"correct horse battery staple"
 HOST_NONCE, GATEWAY_NONCE = bytes(range(32)), bytes(range(32, 64))
 TOKEN = bytes.fromhex("f0e1d2c3b4a5968778695a4b3c2d1e0f")
 OBSERVATION_SPACE = spaces.Box(-1.0, 1.0, (3,), np.float32)
 ACTION_SPACE = spaces.Discrete(2)
+
+
+def lent(columns: Any, *places: tuple[int, int]) -> bytes:
+    """Columns as they are lent, each array in its place: the index of a block, and the offset in it."""
+    following = iter(places)
+    return encode_value(columns, "columns", lambda _: next(following))[0]
 
 
 def hello(**changed: Any) -> wire.Hello:
@@ -173,12 +179,7 @@ EXAMPLES: dict[str, wire.Message] = {
         0,
         1,
         (3, 0),
-        pack_columns(
-            {
-                "rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64),
-                "obs": {"at": LentLeaf(np.dtype(np.int16), (2, 2), 1, 0)},
-            }
-        ),
+        lent({"rewards": np.zeros((2, 2), np.float32), "obs": {"at": np.zeros((2, 2), np.int16)}}, (0, 64), (1, 0)),
         {"sequence": 0, "policy_version": 7},
     ),
     "free": wire.BlocksReleased((3, 0, 3)),

@@ -212,7 +212,7 @@ class Lent(WireMessage):
     """Source to trainer: a Fragment whose arrays lie in blocks.
 
     blocks     numbers of these blocks, each of which this lends once
-    columns    the columns, packed: see `lent_columns`
+    columns    the header of the columns: see `decode_lent`
     """
 
     lane: LaneId

@@ -1,10 +1,11 @@
 """Encoding of a header: msgpack as by `stream.data.packing`, with arrays in the frame's body.
 
-An array is [dtype, [shape…], offset into the body]; dtypes are little-endian.
+An array is [dtype, [shape…], offset into the body]; dtypes are little-endian. Of a value whose arrays lie in blocks of
+shared memory, an array is [dtype, [shape…], index of the block, offset into it].
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,22 +19,28 @@ from rollflow.stream.data.packing import NUMBER, OBJECTS, SLOT_INFOS, TUPLE, UNP
 from rollflow.stream.wire.codec.scan import ARRAY, SHORT, scan
 
 _MOST_DIMENSIONS = 32
+_REMEMBERED = 4096  # most bytes of a header that is not scanned again if it was lately
 
 DTYPES = {
     name: np.dtype(name)
     for name in ("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NO_BLOCK = np.zeros(0, np.uint8)
+Put = Callable[[NDArray[Any]], tuple[int, int]]
 
 
-def encode_value(value: Any, name: str) -> tuple[bytes, list[NDArray[np.uint8]]]:
+def encode_value(value: Any, name: str, put: Put | None = None) -> tuple[bytes, list[NDArray[np.uint8]]]:
     """Encode a value as a header and the bytes of its arrays, u8[n] each, in the order of the body.
+
+    put    gives the index of a block that an array, little-endian and in C order, lies in, and the offset in it; None:
+           arrays lie in the body
 
     The value is made of None, bool, numbers, str, bytes, list, tuple, dict, SlotInfos, numpy arrays and numbers. Arrays
     any[...] in C order and little-endian are not copied. Raises ColumnError for anything else, with the path to it
     from `name`, and WireError for a value beyond the limits of a header.
     """
-    writer = _Writer()
+    writer = _Writer(put)
     try:
         header = writer.packed(value)
     except UNPACKABLE as error:
@@ -46,7 +53,19 @@ def encode_value(value: Any, name: str) -> tuple[bytes, list[NDArray[np.uint8]]]
 def decode_value(header: bytes, body: NDArray[np.uint8]) -> Any:
     """The value of a header; arrays any[...] are views of the body, u8[n]. Raises WireError for invalid bytes."""
     scan(header)
-    reader = _Reader(body)
+    return _read(header, _Reader([body], is_lent=False))
+
+
+def decode_lent(header: bytes, blocks: Sequence[NDArray[np.uint8]]) -> Any:
+    """The value of a header whose arrays lie in blocks, of which they are views. Raises WireError for invalid bytes."""
+    (_scan_once if len(header) <= _REMEMBERED else scan)(header)
+    return _read(header, _Reader(blocks, is_lent=True))
+
+
+_scan_once = lru_cache(256)(scan)
+
+
+def _read(header: bytes, reader: "_Reader") -> Any:
     try:
         return msgpack.unpackb(header, ext_hook=reader.restored, strict_map_key=False)
     except WireError:
@@ -58,9 +77,9 @@ def decode_value(header: bytes, body: NDArray[np.uint8]) -> Any:
 class _Writer(Packer):
     """Packs a value, and collects its arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, put: Put | None = None) -> None:
         self.arrays: list[NDArray[np.uint8]] = []
-        self._offset = 0
+        self._put, self._offset = put, 0
 
     def _number(self, number: Any) -> Any:
         if isinstance(number, np.str_ | np.bytes_):
@@ -75,18 +94,21 @@ class _Writer(Packer):
         plain = array
         if array.dtype not in _NAMES or not array.flags.c_contiguous:
             plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        description = _description(_name_of(plain.dtype), array.shape, self._offset)
+        name = _name_of(plain.dtype)
+        if self._put is not None:
+            return msgpack.ExtType(ARRAY, _description(name, array.shape, *self._put(plain)))
+        description = _description(name, array.shape, self._offset)
         self.arrays.append(plain.reshape(-1).view(np.uint8))
         self._offset += plain.nbytes + -plain.nbytes % 8
         return msgpack.ExtType(ARRAY, description)
 
 
 class _Reader:
-    """Restores ext values, with arrays as views of a frame's body."""
+    """Restores ext values, with arrays as views of a frame's body, or of blocks that they are lent in."""
 
-    def __init__(self, body: NDArray[np.uint8]) -> None:
-        self._body = body
-        self._read = 0
+    def __init__(self, bodies: Sequence[NDArray[np.uint8]], *, is_lent: bool) -> None:
+        self._bodies, self._is_lent = bodies, is_lent
+        self._left = sum(map(len, bodies))
 
     def restored(self, code: int, data: bytes) -> Any:
         if code == ARRAY:
@@ -96,18 +118,20 @@ class _Reader:
 
     def _array(self, description: bytes) -> NDArray[Any]:
         place_of = _place_of if len(description) <= SHORT else _place_of.__wrapped__
-        dtype, shape, offset = place_of(description)
+        dtype, shape, index, offset = place_of(description, self._is_lent)
+        body = self._bodies[index] if index < len(self._bodies) else _NO_BLOCK
         size = math.prod(shape) * dtype.itemsize
-        if offset + size > len(self._body):
+        if offset + size > len(body) and (size or not self._is_lent):
+            where, code = (f"block {index}", "memory") if self._is_lent else ("the body", "frame")
             raise WireError(
-                f"array {_NAMES[dtype]}{list(shape)} of {size} bytes at {offset}, expected no end behind the body's "
-                f"{len(self._body)} bytes",
-                "frame",
+                f"array {_NAMES[dtype]}{list(shape)} of {size} bytes at {offset}, expected no end behind {where}'s "
+                f"{len(body)} bytes",
+                code,
             )
-        self._read += size
-        if self._read > len(self._body):
-            raise WireError(f"arrays of more than the body's {len(self._body)} bytes in all", "frame")
-        return _viewed(self._body[offset : offset + size], dtype, shape)
+        self._left -= size
+        if self._left < 0:
+            raise WireError(f"arrays of more than the body's {sum(map(len, self._bodies))} bytes in all", "frame")
+        return _viewed(body[offset : offset + size], dtype, shape)
 
     def _number(self, value: list[Any]) -> Any:
         name, data = _exactly(value, 2, "[dtype, bytes]")
@@ -141,21 +165,22 @@ _KINDS: dict[int, Callable[[_Reader, list[Any]], Any]] = {
 
 
 @lru_cache
-def _description(name: str, shape: tuple[int, ...], offset: int) -> bytes:
+def _description(name: str, shape: tuple[int, ...], *place: int) -> bytes:
     """An array's description, packed; cached, since it is the same in every step."""
-    packed: bytes = msgpack.packb([name, list(shape), offset])
+    packed: bytes = msgpack.packb([name, list(shape), *place])
     return packed
 
 
 @lru_cache
-def _place_of(description: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """The dtype, shape and offset in an array's description."""
+def _place_of(description: bytes, is_lent: bool) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    """The dtype, shape, index of the block and offset in an array's description; the body has index 0."""
     value = msgpack.unpackb(description, ext_hook=_no_ext, strict_map_key=False)
-    name, shape, offset = _exactly(_list_of(value, ARRAY), 3, "[dtype, shape, offset]")
+    expected = "[dtype, shape, index, offset]" if is_lent else "[dtype, shape, offset]"
+    name, shape, *place = _exactly(_list_of(value, ARRAY), 4 if is_lent else 3, expected)
     dtype, _ = dtype_of(name), count_of(shape)
-    if type(offset) is not int or offset < 0 or offset % 8:
-        raise WireError(f"array at {shown(offset)}, expected a multiple of 8", "frame")
-    return dtype, tuple(shape), offset
+    if not all(type(each) is int and each >= 0 for each in place) or place[-1] % 8:
+        raise WireError(f"array at {shown(place[-1])}, expected a multiple of 8", "frame")
+    return dtype, tuple(shape), place[0] if is_lent else 0, place[-1]
 
 
 def _no_ext(code: int, _: bytes) -> Any:

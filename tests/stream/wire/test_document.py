@@ -59,7 +59,7 @@ def test_every_code_of_a_refusal_is_explained() -> None:
         *re.findall(r"`([a-z]+)`", table.split("never sent")[1]),
     }
     # Those are for whoever has the sockets and the rollouts.
-    assert told == codes_raised() | {"tls", "fragment", "rollout", "pace", "weights"}
+    assert told == codes_raised() | {"tls", "fragment", "rollout", "pace", "weights", "memory"}
 
 
 def codes_raised() -> set[str]:

@@ -176,6 +176,7 @@ def test_lists_that_claim_more_than_there_is_take_no_memory() -> None:
         (ext(1, "<f4", [5], 0), "of 20 bytes at 0, expected no end behind the body's 16 bytes"),
         (ext(1, "<f4", [2], 16), "of 8 bytes at 16, expected no end behind"),
         (ext(1, "<f4", [2], 4), "array at 4, expected a multiple of 8"),
+        (ext(1, "<f4", [2], 0, 8), r"a list of 4 values, expected \[dtype, shape, offset\]"),
         (ext(1, "<f4", [2], -8), "array at -8, expected a multiple of 8"),
         (ext(1, "<f4", [2], b"12345678"), "expected a multiple of 8"),
         (ext(1, msgpack.ExtType(3, b"\x90"), [2], 0), "described with ext value 3"),
