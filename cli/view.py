@@ -8,14 +8,13 @@ import importlib
 import importlib.util
 import secrets
 import socket
-from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from rollflow.cli.top import SnapshotPoller, add_run, load_snapshots
 from rollflow.stream.observe.graph_picture import graph_picture
 from rollflow.stream.observe.run_socket import run_folder
-from rollflow.stream.observe.snapshot import is_bad, last_errors, main_figures, stall_text, title_of
+from rollflow.stream.observe.snapshot import Snapshot, shown
 
 _LOOK_S = 0.8  # between two looks, at least: several browsers share one
 
@@ -78,7 +77,7 @@ def application(address: str | None, token: str) -> Any:
 
     def runs(request: Any) -> Any:
         try:
-            found = [shown(run) for run in poller.next()]
+            found = [page_of(run) for run in poller.next()]
         except ValueError:  # it has ended
             found = []
         answer = {"runs": found, "folder": str(run_folder())}
@@ -87,34 +86,21 @@ def application(address: str | None, token: str) -> Any:
     return starlette.Starlette(routes=[routing.Route(f"/{token}/", page), routing.Route(f"/{token}/runs", runs)])
 
 
-def shown(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot with rates, and what the page shows of it.
+def page_of(run: Snapshot) -> dict[str, Any]:
+    """A snapshot with rates, and what the page shows of it: what `shown` has, and
 
-    title, sentence, texts    what it is, how it does, and what is wrong, in words
-    tiles      main figures: name and value
     plots      title -> `unit`, and `values` by the names of lines, of which the page keeps those that it has seen
     picture    the graph as SVG; left out if there is none
     """
-    parts = run.get("parts", {})
-    main = dict(main_figures(run))
-    for part, its in parts.items():
-        main |= {name if len(parts) == 1 else f"{part} {name}": value for name, value in main_figures(its)}
+    found = shown(run)
+    tiles = dict(found["tiles"])
     lines: dict[str, tuple[str, dict[str, float]]] = {
-        "steps per second": ("", {name: value for name, value in main.items() if name == "steps/s"}),
-        "mean return": ("", {name: value for name, value in main.items() if "return" in name}),
+        "steps per second": ("", {name: value for name, value in tiles.items() if name == "steps/s"}),
+        "mean return": ("", {name: value for name, value in tiles.items() if "return" in name}),
         "busy": ("%", {name: 100 * node["busy"] for name, node in run.get("nodes", {}).items()}),
-        "policy versions": ("", {name: value for name, value in main.items() if "version" in name or "lag" in name}),
+        "policy versions": ("", {name: value for name, value in tiles.items() if "version" in name or "lag" in name}),
     }
-    made_of = [f"{name}: {part['name']}" for name, part in parts.items()]
-    fed = [f"fed by {', '.join(run['sources'])}"] if run.get("sources") else []
-    found: dict[str, Any] = {
-        "title": title_of(run),
-        "is_bad": is_bad(run),
-        "sentence": run.get("error") or run.get("conclusion", ""),
-        "texts": list(filter(None, [stall_text(run), *last_errors(run), *made_of, *fed])),
-        "tiles": list(main.items()),
-        "plots": {title: {"unit": unit, "values": values} for title, (unit, values) in lines.items() if values},
-    }
+    found["plots"] = {title: {"unit": unit, "values": values} for title, (unit, values) in lines.items() if values}
     if "tasks" in run:
         found["picture"] = graph_picture(run, run["conclusion"])
     return {**run, **found}

@@ -1,4 +1,4 @@
-"""What people are shown of snapshots: a title, rates between two of them, what went wrong, and the main figures."""
+"""Rates between two snapshots, and what people are shown of one: in words and in numbers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,38 +37,35 @@ def with_rates(now: Snapshot, before: Snapshot | None) -> dict[str, Any]:
     return {**now, "nodes": nodes, "edges": edges, "steps_per_s": _steps_per_s(now, before)}
 
 
-def title_of(snapshot: Snapshot) -> str:
-    """What kind of run it is, and its name, as far as it says so."""
-    return f"{snapshot.get('kind', 'run')} {snapshot.get('name', '')}".strip()
+def shown(snapshot: Snapshot) -> dict[str, Any]:
+    """What people are shown of a snapshot with rates, whatever they look with.
 
-
-def is_bad(snapshot: Snapshot) -> bool:
-    """Whether the run stands still, or can't say how it does."""
-    return "error" in snapshot or is_stalled(snapshot)
-
-
-def is_stalled(snapshot: Snapshot) -> bool:
-    """Whether the run stands still."""
-    return bool(snapshot.get("diagnosis", {}).get("state") == "stalled")
-
-
-def stall_text(snapshot: Snapshot) -> str:
-    """The text of the diagnosis if the run stands still; else ""."""
-    return snapshot["diagnosis"]["text"] if is_stalled(snapshot) else ""
-
-
-def last_errors(snapshot: Snapshot) -> list[str]:
-    """What went wrong last in each node that goes on all the same, a line each."""
-    lines = []
+    title, sentence, texts    what it is, how it does, and what is wrong, in words
+    is_bad     whether it stands still, or can't say how it does
+    tiles      steps, return, versions, lag and losses, of its parts, too: name and value
+    """
+    parts, diagnosis = snapshot.get("parts", {}), snapshot.get("diagnosis", {})
+    is_stalled = diagnosis.get("state") == "stalled"
+    tiles = dict(_main_figures(snapshot))
+    for part, its in parts.items():
+        tiles |= {name if len(parts) == 1 else f"{part} {name}": value for name, value in _main_figures(its)}
+    texts = [diagnosis["text"]] if is_stalled else []
     for name, node in snapshot.get("nodes", {}).items():
-        if error := node.get("last_error"):
+        if error := node.get("last_error"):  # of a node that goes on all the same
             when = "now" if error["age_s"] is None else f"{error['age_s']:,.0f} s ago"
-            lines.append(f"{name}, {when}: {error['text']}")
-    return lines
+            texts.append(f"{name}, {when}: {error['text']}")
+    texts += [f"{name}: {part['name']}" for name, part in parts.items()]
+    texts += [f"fed by {', '.join(snapshot['sources'])}"] if snapshot.get("sources") else []
+    return {
+        "title": f"{snapshot.get('kind', 'run')} {snapshot.get('name', '')}".strip(),
+        "is_bad": "error" in snapshot or is_stalled,
+        "sentence": snapshot.get("error") or snapshot.get("conclusion", ""),
+        "texts": texts,
+        "tiles": list(tiles.items()),
+    }
 
 
-def main_figures(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
-    """Steps, return, versions, lag and losses of a run with rates: a name, and its value."""
+def _main_figures(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
     figures = snapshot.get("figures", {})
     if snapshot.get("steps_per_s") is not None:
         yield "steps/s", snapshot["steps_per_s"]

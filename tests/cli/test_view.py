@@ -83,7 +83,7 @@ def test_browsers_share_a_look(running: Rollout) -> None:
 
 
 def test_a_run_has_the_caller_and_the_learner_pipeline_behind_its_ring(running: Rollout) -> None:
-    [run] = map(view.shown, top.SnapshotPoller(None).next())
+    [run] = map(view.page_of, top.SnapshotPoller(None).next())
     assert {name for task in run["tasks"] for name in task} == run["nodes"].keys()
     ways = {edge["source"]: edge["target"] for edge in run["edges"] if not edge["feedback"]}
     assert ways["learner_pipeline"] == "caller"
@@ -106,15 +106,15 @@ RUN: dict[str, Any] = {
 
 
 def test_names_are_no_markup_and_a_stall_stands_out_unless_a_reader_waits_for_a_slow_fragment() -> None:
-    found = view.shown(with_rates(RUN, None))
+    found = view.page_of(with_rates(RUN, None))
     assert "<b>" not in found["picture"]
     assert found["is_bad"]
     assert found["texts"] == ["<b>stands", "<b>r: <b>lane"]  # which the page shows as text
     assert found["tiles"] == [("steps/s", 4.0), ("steps", 8)]
-    error = view.shown(with_rates({"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s"}, None))
+    error = view.page_of(with_rates({"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s"}, None))
     assert (error["is_bad"], error["sentence"]) == (True, "no answer in 2 s")
     waits = {"state": "waits", "text": "no fragment for 4.0 s: env is in step()", "waited_s": 4.0}
-    found = view.shown(with_rates({**RUN, "diagnosis": waits}, None))
+    found = view.page_of(with_rates({**RUN, "diagnosis": waits}, None))
     assert not found["is_bad"]
     assert found["texts"] == ["<b>r: <b>lane"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.stream.observe.snapshot import is_bad, title_of, with_rates
+from rollflow.stream.observe.snapshot import shown, with_rates
 
 
 def snapshot(elapsed_s: float, items: int, busy_s: float, steps: int = 0) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def test_a_node_that_comes_up_later_counts_from_nothing() -> None:
 
 
 def test_a_run_has_a_title_as_far_as_it_says_one_and_is_bad_where_it_stands_still_or_does_not_answer() -> None:
-    assert [title_of(run) for run in ({"kind": "graph", "name": "two"}, {"kind": "Rollout"}, {})] == [
+    assert [shown(run)["title"] for run in ({"kind": "graph", "name": "two"}, {"kind": "Rollout"}, {})] == [
         "graph two",
         "Rollout",
         "run",
     ]
-    stalled, waits = ({"diagnosis": {"state": state}} for state in ("stalled", "waits"))
-    assert [is_bad(run) for run in (stalled, waits, {"error": "no answer"}, {})] == [True, False, True, False]
+    stalled, waits = ({"diagnosis": {"state": state, "text": ""}} for state in ("stalled", "waits"))
+    assert [shown(run)["is_bad"] for run in (stalled, waits, {"error": "no answer"}, {})] == [True, False, True, False]
 
 
 def test_parts_are_added_up() -> None:
