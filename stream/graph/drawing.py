@@ -1,4 +1,4 @@
-"""Drawings of a graph: an explanation of how it will run, a Mermaid flowchart, and its shape as plain values."""
+"""Drawings of a graph: an explanation of how it will run, and its shape as plain values."""
 
 from inspect import getattr_static
 from itertools import pairwise
@@ -19,27 +19,6 @@ def explain(graph: "Graph") -> str:
     shown = [edge for edge in (*graph.edges, *graph.outputs.values()) if not graph.is_chained(edge)]
     lines += [_edge_line(graph, edge) for edge in shown]
     lines += [f"{edge.name}   passes a gate" for edge in graph.edges if edge.gate is not None]
-    return "\n".join(lines)
-
-
-def mermaid(graph: "Graph") -> str:
-    """`flowchart LR`: a box for each node, a frame around each chain, dashed arrows for feedback."""
-    ids = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
-    lines = ["flowchart LR"]
-    for number, group in enumerate(graph.groups()):
-        boxes = [f'{ids[name]}["{_quoted(name)}"]' for name in group]
-        if len(group) == 1:
-            lines.append(f"    {boxes[0]}")
-        else:
-            lines += [f'    subgraph g{number}["one task"]', *(f"        {box}" for box in boxes), "    end"]
-    for index, edge in enumerate((*graph.edges, *graph.outputs.values())):
-        source, port = edge.source
-        target = f"out{index}" if edge.is_output else ids[edge.target[0]]
-        if edge.is_output:
-            lines.append(f'    {target}(["{_quoted(edge.target[1])}"])')
-        label = port if graph.is_chained(edge) else f"{port}, {_bound(edge)}"
-        arrow = "-." if edge.feedback else "--"
-        lines.append(f'    {ids[source]} {arrow} "{label}" {arrow[::-1] if edge.feedback else "--"}> {target}')
     return "\n".join(lines)
 
 
@@ -80,10 +59,6 @@ def _edge_line(graph: "Graph", edge: "Edge") -> str:
 
 def _bound(edge: "Edge") -> str:
     return f"capacity {edge.capacity or 1}, {edge.overflow}"
-
-
-def _quoted(name: str) -> str:
-    return name.replace('"', "#quot;")
 
 
 def _common_prefix(group: list[str]) -> str:

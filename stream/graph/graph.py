@@ -13,7 +13,7 @@ from typing import Any
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Overflow
-from rollflow.stream.graph.drawing import explain, mermaid, shape
+from rollflow.stream.graph.drawing import explain, shape
 from rollflow.stream.graph.meter import CallTimes, NodeMeter
 from rollflow.stream.graph.node import Composite, Gate, check_gate, methods_of
 from rollflow.stream.graph.port import (
@@ -48,7 +48,8 @@ class Graph:
     >>> graph.output("doubled", "double")
 
     `numbers` may be `async def numbers(out: Outlet[int]) -> None`. `read_node` describes the forms of a node. A Graph,
-    or an object with a method `graph() -> Graph`, is a composite node: its outputs and inputs are its ports.
+    or an object with a method `graph() -> Graph`, is a composite node, whose outputs are its outlets. Items come to it
+    at one of its nodes: `graph.connect("source", "whole/part")`.
     """
 
     def __init__(self, name: str = "graph") -> None:
@@ -56,9 +57,8 @@ class Graph:
         self.nodes: dict[str, NodeSpec] = {}
         self.edges: list[Edge] = []
         self.outputs: dict[str, Edge] = {}
-        self.inputs: dict[str, Port] = {}
         self._added: dict[str, Any] = {}  # nodes by name, composite ones as a whole
-        self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
+        self._composites: dict[str, dict[str, Port]] = {}  # outlets of each
         self.wholes: dict[str, Any] = {}  # prefix of the names of a composite node's parts -> the composite node
         self.methods_of_wholes: dict[str, dict[str, Callable[[], Any]]] = {}  # of `Composite`, by the same prefixes
         self._tasks: dict[str, str] | None = None
@@ -153,12 +153,6 @@ class Graph:
             raise GraphError(f"output '{name}': capacity is {capacity}, expected at least 1")
         self.outputs[name] = Edge(self._port(port, outlet=True), (self.name, name), capacity, is_output=True)
 
-    def input(self, name: str, port: str) -> None:
-        """Export an inlet: a port where this graph is a node of another graph."""
-        if name in self.inputs:
-            raise GraphError(f"graph '{self.name}' has an input '{name}' already")
-        self.inputs[name] = self._port(port, outlet=False)
-
     # Checking
 
     def validate(self) -> None:
@@ -169,10 +163,6 @@ class Graph:
         read = {edge.source for edge in (*self.edges, *self.outputs.values())}
         for name, spec in self.nodes.items():
             for port in spec.inlets:
-                if (name, port) in self.inputs.values():
-                    raise GraphError(
-                        f"'{name}.{port}' is an input of graph '{self.name}', which has to be fed by another"
-                    )
                 if (name, port) not in fed:
                     raise GraphError(f"inlet '{name}.{port}' is connected to nothing: connect an outlet to it").see(
                         "graph"
@@ -297,10 +287,6 @@ class Graph:
         """A text of the tasks, where each node runs, and how much each edge holds."""
         return explain(self)
 
-    def mermaid(self) -> str:
-        """A Mermaid flowchart of the graph."""
-        return mermaid(self)
-
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the graph to a file, as SVG. Raises GraphError for a file of another kind."""
         if Path(path).suffix != ".svg":
@@ -332,8 +318,8 @@ class Graph:
 
     # Inside
 
-    def _place(self, prefix: str, node: Any, inner: "Graph") -> tuple[dict[str, Port], dict[str, Port]]:
-        """Add the parts of a composite node under `prefix`; return its inlets and outlets.
+    def _place(self, prefix: str, node: Any, inner: "Graph") -> dict[str, Port]:
+        """Add the parts of a composite node under `prefix`; return its outlets.
 
         Parts that it was expanded to before are replaced.
         """
@@ -356,9 +342,7 @@ class Graph:
             self.methods_of_wholes[prefix] = methods_of(f"node '{prefix[:-1]}'", node, Composite)
         self.wholes |= {prefix + name: whole for name, whole in inner.wholes.items()}
         self.methods_of_wholes |= {prefix + name: methods for name, methods in inner.methods_of_wholes.items()}
-        outlets = {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}
-        inlets = {export: within(prefix, port) for export, port in inner.inputs.items()}
-        return inlets, outlets
+        return {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}
 
     def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
         """Call `take_sources` of the nodes that have it, and expand composite nodes again where they ask for it."""
@@ -393,7 +377,7 @@ class Graph:
         name, _, port = text.partition(".")
         kind = "outlet" if outlet else "inlet"
         if name in self._composites:
-            ports: Iterable[str] = self._composites[name][outlet]
+            ports: Iterable[str] = self._composites[name] if outlet else ()
         elif name in self.nodes:
             ports = self.nodes[name].outlets if outlet else self.nodes[name].inlets
         else:
@@ -406,7 +390,7 @@ class Graph:
             port = next(iter(ports))
         elif port not in ports:
             raise GraphError(f"'{text}': node '{name}' has no {kind} '{port}'; {kind}s: {there}")
-        return self._composites[name][outlet][port] if name in self._composites else (name, port)
+        return self._composites[name][port] if name in self._composites else (name, port)
 
     def _cycle(self) -> list[str]:
         """The names along a cycle without a feedback edge, the first repeated at the end; empty: there is no cycle."""

@@ -104,9 +104,8 @@ def test_it_is_found_in_a_graph_within_a_graph() -> None:
     sources.add(rollout=rollout)
     sources.output("made", "rollout.fragments")
     sinks.add(trainer=sink)
-    sinks.input("taken", "trainer")
     whole.add(sources=sources, sinks=sinks)
-    whole.connect("sources", "sinks")
+    whole.connect("sources", "sinks/trainer")
     whole.validate()
     assert sink._rollout_end.rollout is rollout
     assert "passes a gate" in whole.explain()
