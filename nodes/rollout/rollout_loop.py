@@ -26,7 +26,7 @@ from rollflow.nodes.rollout.execution import ActingPolicy, execution_for
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import Places, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
-from rollflow.nodes.stages.credits import credits_of
+from rollflow.nodes.stages.credits import FragmentCredits
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import GraphError, RunError, shown
@@ -86,13 +86,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 first=acts.first_versions,
             )
             self._rounds: FragmentRounds[F] = FragmentRounds(
-                self.environments.num_lanes, lag, self.returns, acts.collector
+                range(self.environments.num_lanes), lag, self.returns, acts.collector
             )
             self._ledger = Ledger()  # of fragments in a graph
             self._execution = execution_for(self.environments, acts, options.num_fragments, self._ledger)
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
-        of_loop = self.environments, lag, self._rounds, options.prefetch
-        self._credits, self._lane_counts = credits_of(*of_loop, self._execution)
+        self._credits = FragmentCredits(self.environments, self._rounds, options.prefetch, self._execution)
         self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
@@ -173,14 +172,14 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
         As a node of a graph the rollout runs ahead as far as the edges let it.
         """
-        if self.lag.on_excess == "pace" and self.lag.max_lag is not None:
+        if self.lag.is_pacing:
             raise GraphError(
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
         self._check_fits()
         self._is_in_graph = True
-        self.environments.report_lanes_to(self._lane_counts)
+        self.environments.report_lanes_to(self._credits)
         ring = self._ring(self._gates)
         nodes = {f"seen_{number}": node for number, node in enumerate(self._watching)}
         for name, node in {**nodes, "figures": self.log.node()}.items():
@@ -432,7 +431,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         if self._state != "new":
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
         self._check_fits()
-        self.environments.report_lanes_to(self._lane_counts)
+        self.environments.report_lanes_to(self._credits)
         self._state = "running"
 
     @contextmanager
@@ -462,6 +461,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         if error is not None and not isinstance(error, Exception):
             self._interrupted_by = type(error).__name__
         self._rounds.let_go()
+        self._execution.let_go()
         self.log.end()
 
     def interrupt(self, error: BaseException) -> None:

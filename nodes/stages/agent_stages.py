@@ -1,6 +1,7 @@
 """The stages of environments with several agents: connector pieces and the cutting of fragments, forward, actions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -12,13 +13,14 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
-from rollflow.nodes.stages.module_forward import joint_pass, note_batch
+from rollflow.nodes.stages.module_forward import note_batch
 from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane, Slots
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.env_episodes import live_episode
@@ -96,6 +98,26 @@ class JointPieces:
             part.take_jointly(each)
 
 
+@dataclass(slots=True, eq=False)
+class ModuleTurn:
+    """The agents of a lane that a module is to act for in this vector step.
+
+    part        that they are of
+    place       of the module in the lane
+    acting      the module
+    shown       episodes of the agents
+    batch       data between the stages: column -> tree of arrays `any[K, ...]`, or a `LaneOutput`
+    """
+
+    part: AgentLane
+    place: int
+    acting: ActingModule
+    shown: LaneEpisodes
+    shared_data: dict[str, Any]
+    batch: Any
+    policy_version: int = -1
+
+
 class PreparedAgents(NamedTuple):
     """Output of one lane's turn: its batches for the modules, and at times a finished fragment."""
 
@@ -137,7 +159,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
             return self._set_aside(lane)
         if lane.index not in self._lanes:
             self._take_in(lane)
-        lane.batches = {}
+        lane.turns = []
         agents: tuple[Any, ...] = ()
         try:
             if self._joint is not None:
@@ -183,9 +205,9 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.step
             context = acting.module, acting.explore, shared_data, self._metrics
-            lane.batches[place] = batch_of(shown, pipeline, *context)
+            batch = batch_of(shown, pipeline, *context)
             part.commit(shown)
-            lane.shown[place] = shown
+            lane.turns.append(ModuleTurn(part, place, acting, shown, shared_data, batch))
 
 
 class AgentForward:
@@ -200,18 +222,15 @@ class AgentForward:
     def __call__(self, batches: MultiAgentLane) -> MultiAgentLane:
         """One pass for every module that has agents to act for."""
         lane = batches
-        outputs: dict[int, Any] = {}
-        for place, batch in lane.batches.items():
-            acting = lane.modules[place]
-            forward = acting.forward
+        for turn in lane.turns:
+            forward = turn.acting.forward
             try:
-                outputs[place] = forward.forward(batch)
+                turn.batch = forward.forward(turn.batch)
             except Exception as error:
-                where = f"module '{acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}"
-                note_batch(error, where, batch)
+                where = f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}"
+                note_batch(error, where, turn.batch)
                 raise
-            lane.policy_versions[place] = forward.policy_version
-        lane.batches = outputs
+            turn.policy_version = forward.policy_version
         return lane
 
     def rows(self, lane: MultiAgentLane) -> int:
@@ -223,18 +242,15 @@ class AgentForward:
         if len(lanes) == 1:
             self(lanes[0])
             return
-        served: dict[ActingModule, list[tuple[int, int]]] = {}  # lane, as it is counted here, and place of the module
-        for number, lane in enumerate(lanes):
-            for place in lane.batches:
-                served.setdefault(lane.modules[place], []).append((number, place))
-        outputs: list[dict[int, Any]] = [{} for _ in lanes]
-        for acting, places in served.items():
-            parts = _joint_pass(acting, [(lanes[number], place) for number, place in places])
-            for (number, place), part in zip(places, parts, strict=True):
-                outputs[number][place] = part
-                lanes[number].policy_versions[place] = acting.forward.policy_version
-        for lane, of_lane in zip(lanes, outputs, strict=True):
-            lane.batches = of_lane
+        served: dict[ActingModule, list[tuple[int, ModuleTurn]]] = {}  # with the number of each turn's lane
+        for lane in lanes:
+            for turn in lane.turns:
+                served.setdefault(turn.acting, []).append((lane.index, turn))
+        for acting, turns in served.items():
+            where = f"module '{acting.module_id}', lanes {', '.join(str(lane) for lane, _ in turns)}"
+            acting.forward.forward_jointly(
+                [turn for _, turn in turns], [len(turn.shown.slots) for _, turn in turns], where
+            )
 
     def describe(self) -> str:
         """The way passes are done, for `explain()`, where that is not as the modules have it."""
@@ -242,18 +258,6 @@ class AgentForward:
         if len(set(ways.values())) == 1:
             return next(iter(ways.values()))
         return ", ".join(f"'{module_id}' {way}" for module_id, way in ways.items() if way)
-
-
-def _joint_pass(acting: ActingModule, places: Sequence[tuple[MultiAgentLane, int]]) -> Sequence[Any]:
-    """Do one pass of a module over its agents in several lanes; each lane's part of the output.
-
-    places    the lanes, and the place that the module has in each
-    """
-    batches = [lane.batches[place] for lane, place in places]
-    sizes = [len(lane.shown[place].slots) for lane, place in places]
-    shared_data = [lane.shared_data_of(place) for lane, place in places]
-    where = f"module '{acting.module_id}', lanes {', '.join(str(lane.index) for lane, _ in places)}"
-    return joint_pass(acting.forward.forward, batches, sizes, shared_data, where)
 
 
 class ModuleToAgents:
@@ -292,29 +296,29 @@ class ModuleToAgents:
     ) -> tuple[Slots | None, Tree]:
         """Slots i64[K] and actions `any[K, ...]` of all agents of a part that are to act; None for slots: all."""
         made = []
-        for place, slots in part.by_module(part.acting):
+        for turn in lane.turns:
+            if turn.part is not part:
+                continue
             try:
-                made.append(self._act(lane, part, pipeline, place, slots))
+                made.append(self._act(lane.index, turn, pipeline))
             except Exception as error:
                 error.add_note(
-                    f"module '{lane.module_ids[place]}', lane {lane.index}, vector step {lane.vector_steps}, "
-                    f"agents {_agents_of(part, slots)}"
+                    f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}, "
+                    f"agents {_agents_of(part, turn.shown.slots)}"
                 )
                 raise
         return _for_envs(part, made)
 
-    def _act(
-        self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
-    ) -> tuple[Slots, Tree, Tree]:
+    def _act(self, lane: int, turn: ModuleTurn, pipeline: ModuleToEnvPipeline) -> tuple[Slots, Tree, Tree]:
         """Act for slots i64[K]: these, actions that a piece made for environments (None: none), and those chosen."""
-        acting = lane.modules[place]
-        context = acting.module, acting.explore, self._metrics
-        batch = acted(pipeline, lane.batches[place], lane.shown[place], lane.shared_data_of(place), context)
-        if (lane.index, place) not in self._checked:
-            self._checked.add((lane.index, place))
-            check_first_actions(batch, part.part.recorded_space, part.part.action_space, slots)
-        convert_actions(batch, part.part.recorded_space, part.part.action_space)
-        part.record_actions(slots, batch, place, lane.policy_versions[place])
+        slots, part, place = turn.shown.slots, turn.part.part, turn.place
+        context = turn.acting.module, turn.acting.explore, self._metrics
+        batch = acted(pipeline, turn.batch, turn.shown, turn.shared_data, context)
+        if (lane, place) not in self._checked:
+            self._checked.add((lane, place))
+            check_first_actions(batch, part.recorded_space, part.action_space, slots)
+        convert_actions(batch, part.recorded_space, part.action_space)
+        turn.part.record_actions(slots, batch, place, turn.policy_version)
         return slots, batch.get(Columns.ACTIONS_FOR_ENV), batch[Columns.ACTIONS]
 
 

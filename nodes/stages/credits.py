@@ -1,12 +1,11 @@
 """Credits and gates: how far a rollout may run ahead of the reader of its fragments."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.node import Gate, check_gate, methods_of, wait_at
 from rollflow.stream.observe.waits import Wait
@@ -28,31 +27,40 @@ class CreditedLane(Protocol):
         ...
 
 
-class FragmentCredits:
+class FragmentCredits(LaneListener):
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
-    limit     fragments of all lanes together; with `rounds` those of each lane: none takes the credits of a slower one
-    first     lanes that are to begin their first fragment, or be lost, before any of them begins its second
-    rounds    of one fragment of every lane, which are told how many fragments a lane that is gone has given in all;
-              None: rounds have the fragments that come first
+    It also keeps the rounds, and the stage that counts lanes, in step with lanes that come and go.
+
+    environments    step the lanes
+    rounds          of the loop over the rollout
+    prefetch        rounds that it may run ahead of its reader; no more than `max_lag` under "pace"
+    execution       has the stage that counts the lanes, and gives one that comes what it begins with
+
+    limit    fragments of all lanes together, or, in rounds of every lane, of each: none takes a slower one's credits
     """
 
-    def __init__(self, limit: int, *, first: Iterable[int] = (), rounds: FragmentRounds[Any] | None = None) -> None:
-        self.limit, self._rounds = limit, rounds
-        self._yet_to_begin = set(first)
+    def __init__(self, environments: LaneSource, rounds: FragmentRounds[Any], prefetch: int, execution: Any) -> None:
+        self._rounds, self._execution = rounds, execution
+        lanes, lag = range(environments.num_lanes), rounds.lag
+        self._is_by_lane = lag.is_pacing
+        self._per_lane = 1 + (min(prefetch, lag.max_lag) if lag.is_pacing and lag.max_lag is not None else prefetch)
+        self.limit = self._per_lane * (1 if self._is_by_lane else len(lanes))
+        is_in_rounds = self._per_lane == 1 and environments.has_fixed_lanes and not self._is_by_lane
+        # Before any of them begins its second fragment.
+        self._yet_to_begin = set(lanes if is_in_rounds else ())
         self._begun = 0  # with credits that are withheld from absent lanes
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
         self._withheld: dict[int, int] = {}  # absent lane -> credits that it leaves to no other
-        self._in_round: dict[
-            int, int
-        ] = {}  # absent lane -> its fragments whose credits are withheld once they are back
+        # absent lane -> its fragments whose credits are withheld once they are back
+        self._in_round: dict[int, int] = {}
         self._changed: Callable[[], None] = nobody
 
     @property
     def wants_newest(self) -> bool:
         """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
-        return self._rounds is not None
+        return self._is_by_lane
 
     def admits(self, lane: CreditedLane) -> bool:
         """True if the lane may take its next step; the first of a fragment takes a credit."""
@@ -61,7 +69,7 @@ class FragmentCredits:
         index, fragment = lane.index, lane.sequence
         if self._begun_by.get(index) == fragment:
             return True
-        if self._rounds is not None:
+        if self._is_by_lane:
             is_refused = self._held[index] >= self.limit
         else:
             is_refused = self._begun >= self.limit or index in self._withheld
@@ -70,15 +78,8 @@ class FragmentCredits:
         self._begun += 1
         self._held[index] += 1
         self._begun_by[index] = fragment
-        self.wait_no_more(index)
+        self.lane_lost(index)  # no other lane waits for its first
         return True
-
-    def wait_no_more(self, lane: int) -> None:
-        """Take note that a lane has begun its first fragment, or was lost before."""
-        if lane in self._yet_to_begin:
-            self._yet_to_begin.remove(lane)
-            if not self._yet_to_begin:
-                self._changed()
 
     def leave(self, lane: int) -> None:
         """Give back the credit of the fragment that a lane began last, which never comes."""
@@ -86,8 +87,7 @@ class FragmentCredits:
 
     def gone(self, lane: int, fragments: int) -> None:
         """Have no round of every lane wait for one that gives no more than so many fragments in all."""
-        if self._rounds is not None:
-            self._rounds.lane_gone(lane, fragments)
+        self._rounds.lane_gone(lane, fragments)
 
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
@@ -100,41 +100,64 @@ class FragmentCredits:
                 self._begun -= 1
         self._changed()
 
-    def lane_absent(self, lane: CreditedLane, fragments: int) -> None:
-        """Withhold the credits that a lane has brought, until it is back, and have it begin no fragment.
-
-        Those of fragments that the reader has, or is about to get, are withheld once the reader is done with them.
-        """
-        begun = int(self._begun_by.get(lane.index) == lane.sequence)
-        self._in_round[lane.index] = in_round = min(self._held[lane.index] - begun, fragments)
-        self._withheld[lane.index] = withheld = fragments - in_round - begun
-        self._begun += withheld
-        self._changed()
-
-    def lane_back(self, lane: CreditedLane) -> None:
-        """Give a lane that was absent its credits again."""
-        del self._in_round[lane.index]
-        self._begun -= self._withheld.pop(lane.index)
-        self._changed()
-
-    def add(self, fragments: int) -> None:
-        """Raise the limit of all lanes together, or lower it. In the thread that the graph runs in."""
-        if self._rounds is None:
-            self.limit += fragments
-            self._changed()
-
     def waits_for(self) -> Wait | None:
         """What a lane that was refused waits for."""
         if self._yet_to_begin:
             lanes = ", ".join(map(str, sorted(self._yet_to_begin)))
             return Wait("credits", "waits", f"are for lanes that have not begun their first fragment: {lanes}")
         begun = self._begun - sum(list(self._withheld.values()))  # a copy: this is another thread
-        taken = f"{begun} fragments" if self._rounds is None else f"{self.limit} fragments of every lane"
+        taken = f"{self.limit} fragments of every lane" if self._is_by_lane else f"{begun} fragments"
         return Wait("credits", "waits", f"are taken: {taken} are begun and not given back")
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
+
+    # As a listener
+
+    def lane_lost(self, lane: int) -> None:
+        """Have no other lane wait for the first fragment of one that is lost."""
+        if lane in self._yet_to_begin:
+            self._yet_to_begin.remove(lane)
+            if not self._yet_to_begin:
+                self._changed()
+
+    def lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
+        """Make room for a lane; one that fills a vacancy is counted already."""
+        self._execution.begin_lane(lane)
+        self._execution.counting.expect(int(not fills_a_vacancy))
+        self._add(self._per_lane)
+        self._rounds.lane_joined(lane.index)
+
+    def lane_left(self, lane: Any, was_the_last: bool) -> None:
+        """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for."""
+        self._add(-self._per_lane)
+        self._execution.counting.expect(int(was_the_last))
+        self._rounds.lane_left(lane.index)
+
+    def lane_absent(self, lane: Any) -> None:
+        """Withhold the credits that a lane has brought, until it is back; rounds go on without it.
+
+        Those of fragments that the reader has, or is about to get, are withheld once the reader is done with them.
+        """
+        begun = int(self._begun_by.get(lane.index) == lane.sequence)
+        self._in_round[lane.index] = in_round = min(self._held[lane.index] - begun, self._per_lane)
+        self._withheld[lane.index] = withheld = self._per_lane - in_round - begun
+        self._begun += withheld
+        self._changed()
+        self._rounds.lane_absent(lane.index)
+
+    def lane_back(self, lane: Any) -> None:
+        """Give a lane that was absent its credits again; rounds wait for it."""
+        self._rounds.lane_back(lane.index)
+        del self._in_round[lane.index]
+        self._begun -= self._withheld.pop(lane.index)
+        self._changed()
+
+    def _add(self, fragments: int) -> None:
+        if not self._is_by_lane:
+            self.limit += fragments
+            self._changed()
 
 
 class PacingGate(Protocol):
@@ -247,68 +270,6 @@ class LaneGates:
         for methods in self._pacing:
             if method in methods:
                 methods[method](*args)
-
-
-class LaneCounts(LaneListener):
-    """Listener to environments: keeps stages, rounds and credits in step with the lanes that come and go.
-
-    credits               of the loop over the rollout
-    rounds                have a fragment of every lane
-    fragments_per_lane    credits that each lane brings
-    execution             has the stage that counts the lanes, and gives one that comes what it begins with
-    """
-
-    def __init__(
-        self, credits: FragmentCredits, rounds: FragmentRounds[Any], fragments_per_lane: int, execution: Any
-    ) -> None:
-        self._credits, self._rounds, self._fragments_per_lane = credits, rounds, fragments_per_lane
-        self._execution = execution
-
-    def lane_lost(self, lane: int) -> None:
-        """Have no other lane wait for the first fragment of one that is lost."""
-        self._credits.wait_no_more(lane)
-
-    def lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
-        """Make room for a lane; one that fills a vacancy is counted already."""
-        self._execution.begin_lane(lane)
-        self._execution.counting.expect(int(not fills_a_vacancy))
-        self._credits.add(self._fragments_per_lane)
-        self._rounds.lane_joined(lane.index, fills_a_vacancy)
-
-    def lane_left(self, lane: Any, was_the_last: bool) -> None:
-        """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for."""
-        self._credits.add(-self._fragments_per_lane)
-        self._execution.counting.expect(int(was_the_last))
-        self._rounds.lane_left(was_the_last)
-
-    def lane_absent(self, lane: Any) -> None:
-        """Have rounds go on without a lane whose host is away."""
-        self._credits.lane_absent(lane, self._fragments_per_lane)
-        self._rounds.lane_absent(lane.index)
-
-    def lane_back(self, lane: Any) -> None:
-        """Have rounds wait for a lane again."""
-        self._rounds.lane_back(lane.index)
-        self._credits.lane_back(lane)
-
-
-def credits_of(
-    environments: LaneSource, lag: LagBound, rounds: FragmentRounds[Any], prefetch: int, execution: Any
-) -> tuple[FragmentCredits, LaneCounts]:
-    """Credits for a loop over a rollout, and what keeps them and the rounds in step with lanes that come and go.
-
-    prefetch    rounds that it may run ahead of its reader; no more than `max_lag` under "pace"
-    """
-    lanes = range(environments.num_lanes)
-    if lag.max_lag is not None and lag.on_excess == "pace":
-        per_lane = 1 + min(prefetch, lag.max_lag)
-        rounds.every_lane = set(lanes)
-        credits = FragmentCredits(per_lane, rounds=rounds)
-    else:
-        per_lane = 1 + prefetch
-        is_in_rounds = per_lane == 1 and environments.has_fixed_lanes
-        credits = FragmentCredits(len(lanes) * per_lane, first=lanes if is_in_rounds else ())
-    return credits, LaneCounts(credits, rounds, per_lane, execution)
 
 
 def nobody() -> None:

@@ -101,11 +101,27 @@ class ModuleForward:
         if len(lanes) == 1:
             self(lanes[0])
             return
-        sizes, shared_data = [self.rows(lane) for lane in lanes], [lane.shared_data for lane in lanes]
         where = f"lanes {', '.join(str(lane.index) for lane in lanes)}"
-        parts = joint_pass(self.forward, [lane.batch for lane in lanes], sizes, shared_data, where)
-        for lane, part in zip(lanes, parts, strict=True):
-            lane.batch, lane.policy_version = part, self.policy_version
+        self.forward_jointly(lanes, [self.rows(lane) for lane in lanes], where)
+
+    def forward_jointly(self, turns: Sequence[Any], sizes: Sequence[int], where: str) -> None:
+        """Do one pass over the batches of several lanes, or `ModuleTurn`s; each gets its part of the output.
+
+        sizes    rows of each
+        where    the lanes, for a note on an error
+        """
+        batch: Batch = {}
+        try:
+            batch = joined([turn.batch for turn in turns])
+            output = self.forward(batch)
+        except Exception as error:
+            note_batch(error, where, batch)
+            raise
+        parts: Sequence[Any] = [output]
+        if len(turns) > 1:
+            parts = JointOutput(output, sizes, [turn.shared_data for turn in turns]).parts()
+        for turn, part in zip(turns, parts, strict=True):
+            turn.batch, turn.policy_version = part, self.policy_version
 
     def rows(self, lane: Lane) -> int:
         """Rows of a lane in a pass: its slots."""
@@ -224,28 +240,6 @@ def joined(batches: Sequence[Batch]) -> Batch:
         else map_tree(lambda *parts: torch.cat(parts), *(batch[name] for batch in batches))
         for name, column in batches[0].items()
     }
-
-
-def joint_pass(
-    forward: Callable[[Batch], Batch],
-    batches: Sequence[Batch],
-    sizes: Sequence[int],
-    shared_data: Sequence[dict[str, Any]],
-    where: str,
-) -> Sequence[Any]:
-    """Do one forward pass over the batches of several lanes; each lane's part of the output, of one lane all of it.
-
-    sizes, shared_data    of each lane, as `JointOutput` takes them
-    where                 the lanes, for a note on an error
-    """
-    batch: Batch = {}
-    try:
-        batch = joined(batches)
-        output = forward(batch)
-    except Exception as error:
-        note_batch(error, where, batch)
-        raise
-    return [output] if len(batches) == 1 else JointOutput(output, sizes, shared_data).parts()
 
 
 def note_batch(error: Exception, where: str, batch: Batch) -> None:

@@ -1,7 +1,7 @@
 """Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,6 +10,7 @@ import anyio
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.metrics.fragment_checks import FragmentChecks
 from rollflow.nodes.metrics.hooks import Hooks
+from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
@@ -22,13 +23,13 @@ T = TypeVar("T")
 class FragmentRounds(Generic[F]):
     """Takes fragments from the ring a round at a time, as many as there are lanes, and hands them out.
 
-        size       fragments in a round
-        collector  makes whole episodes of them
-    lag        leaves out what is too old: when it comes, and again when it is handed out
+        lanes      that give fragments at first
+        lag        leaves out what is too old: when it comes, and again when it is handed out. If it paces the rollout,
+                   each round has one fragment of every lane, however much sooner one of them gives its next; else the
+                   first that come
         returns    called with every fragment
+        collector  makes whole episodes of them
 
-        every_lane      lanes of which each round has one fragment, however much sooner one of them gives its next;
-                        None: it has the first that come
         checks          find silent faults in fragments
         hooks           functions that are called with what comes
         handed_steps    transitions handed out
@@ -39,21 +40,23 @@ class FragmentRounds(Generic[F]):
     to the ring, which may then go on, when the next one is asked for.
     """
 
-    def __init__(self, size: int, lag: Any, returns: Callable[[F], None], collector: EpisodeCollector[F]) -> None:
+    def __init__(
+        self, lanes: Iterable[int], lag: LagBound, returns: Callable[[F], None], collector: EpisodeCollector[F]
+    ) -> None:
         self.collector = collector
-        self.every_lane: set[int] | None = None
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.is_gathered = False
         self._failure: str | None = None  # why no more rounds come
         self.error: Exception | None = None
-        self._size = size
-        self._lag = lag
-        self._returns = returns
+        self.lag, self._returns = lag, returns
+        # Sets are replaced, and not changed: the ring's thread does so.
+        self._lanes = frozenset(lanes)  # that have come
+        self._left: frozenset[int] = frozenset()  # of them
+        self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
         self._gone: dict[int, int] = {}  # lane -> fragments that it gives in all
         self._given: dict[int, int] = {}  # lane -> those that have come
         self._early: list[F] = []  # of later rounds
-        self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
         self._waiting: deque[F] = deque()
         self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
         self._completes: bool | None = None  # whether whole episodes are handed out; None: nothing has been
@@ -71,21 +74,20 @@ class FragmentRounds(Generic[F]):
     @property
     def is_full(self) -> bool:
         """True if the round has all its fragments."""
-        if self.every_lane is not None:
-            # Copies, each made at once: the ring's thread adds lanes to both.
+        taken = frozenset(self._taken)
+        if self.lag.is_pacing:
             over = {lane for lane, total in self._gone.copy().items() if self._given.get(lane, 0) >= total}
-            return bool(self._taken) and not self.every_lane.copy() - over - set(self._taken)
-        return len(self._waiting) >= self._size - len(self._absent.difference(self._taken))
+            return bool(taken) and self._lanes - over <= taken
+        # After the last lane has left, others are waited for.
+        return len(self._waiting) >= max(1, len(self._lanes - self._left - (self._absent - taken)))
 
-    def lane_joined(self, lane: int, fills_a_vacancy: bool) -> None:
-        """Have rounds of a lane more; one that fills a vacancy is counted already. From any thread."""
-        self._size += int(not fills_a_vacancy)
-        if self.every_lane is not None:
-            self.every_lane.add(lane)
+    def lane_joined(self, lane: int) -> None:
+        """Have rounds wait for a lane more. From any thread."""
+        self._lanes |= {lane}
 
-    def lane_left(self, was_the_last: bool) -> None:
-        """Have rounds of a fragment less, unless no lane is left: then others are waited for. From any thread."""
-        self._size -= int(not was_the_last)
+    def lane_left(self, lane: int) -> None:
+        """Have rounds of a fragment less, but for rounds of every lane: see `lane_gone`. From any thread."""
+        self._left |= {lane}
 
     def lane_absent(self, lane: int) -> None:
         """Have rounds be full without a fragment of a lane, but for a round of every lane. From any thread."""
@@ -119,13 +121,13 @@ class FragmentRounds(Generic[F]):
             return
         self.note(fragment)
         self._given[fragment.lane] = fragment.sequence + 1
-        if fragment.is_empty or not self._lag.admits(fragment):
+        if fragment.is_empty or not self.lag.admits(fragment):
             release([fragment.lane])
         else:
             self._add(fragment)
 
     def _add(self, fragment: F) -> None:
-        if self.every_lane is not None and fragment.lane in self._taken:
+        if self.lag.is_pacing and fragment.lane in self._taken:
             self._early.append(fragment)
         else:
             self._waiting.append(fragment)
@@ -183,9 +185,9 @@ class FragmentRounds(Generic[F]):
     def check_completes(self, complete_episodes: bool) -> None:
         """Raise ValueError for what is neither True nor False, or where whole episodes can't be handed out."""
         check_flags(complete_episodes=complete_episodes)
-        if complete_episodes and self._lag.max_lag is not None:
+        if complete_episodes and self.lag.max_lag is not None:
             raise ValueError(
-                f"complete_episodes with max_lag={self._lag.max_lag}: an episode may span more policy versions than "
+                f"complete_episodes with max_lag={self.lag.max_lag}: an episode may span more policy versions than "
                 "that, and would be left out in part; expected one of the two"
             )
 
@@ -223,7 +225,7 @@ class FragmentRounds(Generic[F]):
         """The fragments of the round, but for those that have become too old meanwhile."""
         while waiting := self._waiting:  # another one, once another thread has closed the rollout
             fragment = waiting.popleft()
-            if self._lag.admits(fragment):
+            if self.lag.admits(fragment):
                 self.handed_steps += fragment.num_steps
                 yield fragment
         self.is_gathered = False

@@ -51,10 +51,15 @@ class LagBound:
         self.is_asked = False
         self.last: int | None = None
 
+    @property
+    def is_pacing(self) -> bool:
+        """True if the rollout is held back so that no fragment gets too old."""
+        return self.on_excess == "pace"
+
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
         newest = self.versions()
-        first = self._first() if self._first is not None and self.on_excess == "pace" else {}
+        first = self._first() if self._first is not None and self.is_pacing else {}
         lags: list[int] = [
             newest[module_id] - max(version, first.get(module_id, 0))
             for module_id, version in fragment.policy_versions().items()
@@ -76,7 +81,7 @@ class LagBound:
         if lag <= self.max_lag:
             self.last = lag
             return True
-        if self.on_excess == "pace":
+        if self.is_pacing:
             turns = "" if self._first is None else _TURNS
             raise LagError(
                 f"{fragment!r} is {lag} policy versions old, expected at most max_lag={self.max_lag}: under "

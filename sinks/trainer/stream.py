@@ -2,7 +2,7 @@
 
 import logging
 import ssl
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -58,40 +58,60 @@ PLACES = places_in(watch=Watch, sources=Sources, yields=Batches)
 PLACES["fragments_per_batch"] = PLACES["fragments"]
 
 Present = Callable[[], Iterable[RolloutPeer]]  # gives the rollouts of which more may come
-_ByLane = dict[tuple[bytes, int], tuple[ArrivedItem, ...]]
 
 
-class ArrivalOrder:
-    """Sets of `count` items, in the order in which they came.
+class ItemRounds:
+    """Items that have come and wait, of which rounds are made: so many that came first, or one of every lane.
 
-    count    None: one for every lane of the rollouts that are there, and what is left of others
+    count       items in a round; None: one for every lane of the rollouts that are there, and what is left of others
+    by_lane     a round is one fragment of every lane, each lane's next, or one train batch of every rollout
 
     waiting    items that have come, oldest first
+
+    The lanes of a round by lane are settled when it begins. A lane that comes meanwhile is in the next one; a lane that
+    is gone is in those for which it has given fragments.
     """
 
-    def __init__(self, count: int | None) -> None:
+    def __init__(self, count: int | None, *, by_lane: bool) -> None:
         self.waiting: list[ArrivedItem] = []
-        self._count = count
+        self._count, self._is_by_lane, self._has_begun = count, by_lane, False
 
     def begin(self, present: Present, version: int) -> bool:
-        """False: the lanes that take part do not change here."""
-        return False
+        """Let the next round be of all lanes that there are now, unless a round has begun; True if they have changed.
+
+        version    newest policy version, when the trainer has no batch that it may publish for
+        """
+        if not self._is_by_lane or (self._has_begun and any(source.awaited - source.gone for source in present())):
+            return False
+        return any([source.await_all(version) for source in present()])
 
     def joined(self, arrived: Iterable[ArrivedItem]) -> list[ArrivedItem]:
-        """Waiting items, with `arrived` added."""
-        return [*self.waiting, *arrived]
+        """Waiting items, with `arrived` added; by lane, but for those that were handed over before a restart."""
+        return [
+            *self.waiting,
+            *(each for each in arrived if not self._is_by_lane or each.number not in each.source.beyond),
+        ]
 
-    def take(self, present: Present) -> tuple[list[list[ArrivedItem]], list[ArrivedItem]]:
-        """Next sets, and the items that wait then; no sets unless one is whole, or no rollout is present any more."""
-        count, waiting = self._size(present), self.waiting
-        num_sets = len(waiting) // count if any(present()) else min(1, len(waiting))
-        if self._count is None:
-            num_sets = min(1, num_sets)  # the next may be of another size
-        sets = [waiting[begin : begin + count] for begin in range(0, num_sets * count, count)]
-        return sets, waiting[num_sets * count :]
+    def take(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
+        """Next round, and the items that wait then; no round unless it is whole, or no rollout is present any more."""
+        if self._is_by_lane:
+            return self._take_by_lane(present)
+        size = self._size(present)
+        if len(self.waiting) < size and any(present()):
+            return [], self.waiting
+        return self.waiting[:size], self.waiting[size:]
+
+    def _take_by_lane(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
+        first: dict[tuple[bytes, int], ArrivedItem] = {}
+        later = [
+            each for each in self.waiting if first.setdefault((each.source.session.token, each.lane), each) is not each
+        ]
+        awaited = {(source.session.token, lane) for source in present() for lane in source.awaited - source.gone}
+        self._has_begun = not awaited <= first.keys()
+        return ([], self.waiting) if self._has_begun else ([*first.values()], later)
 
     def _size(self, present: Present) -> int:
-        """Number of items in a set."""
+        """Number of items in a round."""
         if self._count is not None:
             return self._count
         size = sum(source.streams for source in present())
@@ -99,47 +119,6 @@ class ArrivalOrder:
             counts = Counter(arrived.source for arrived in self.waiting)
             size += sum(min(source.streams, counts[source]) for source in left)
         return max(1, size)
-
-
-class LaneRounds:
-    """Rounds of one fragment of every lane, each lane's next, or of one train batch of every rollout.
-
-    waiting    (token, lane) -> items that have come
-
-    The lanes of a round are settled when it begins. A lane that comes meanwhile is in the next one; a lane that is gone
-    is in those for which it has given fragments.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: _ByLane = {}
-        self._has_begun = False
-
-    def begin(self, present: Present, version: int) -> bool:
-        """Let the next round be of all lanes that there are now, unless a round has begun; True if they have changed.
-
-        version    newest policy version, when the trainer has no batch that it may publish for
-        """
-        if self._has_begun and any(source.awaited - source.gone for source in present()):
-            return False
-        return any([source.await_all(version) for source in present()])
-
-    def joined(self, arrived: Iterable[ArrivedItem]) -> _ByLane:
-        """Waiting items, with `arrived` added but for those that were handed over before a restart."""
-        waiting = dict(self.waiting)
-        for each in arrived:
-            if each.number not in each.source.beyond:
-                key = each.source.session.token, each.lane
-                waiting[key] = (*waiting.get(key, ()), each)
-        return waiting
-
-    def take(self, present: Present) -> tuple[list[list[ArrivedItem]], _ByLane]:
-        """Next round, alone, and the items that wait then; no round unless it has all lanes that are waited for."""
-        awaited = {(source.session.token, lane) for source in present() for lane in source.awaited - source.gone}
-        self._has_begun = not awaited <= self.waiting.keys()
-        if self._has_begun or not self.waiting:
-            return [], self.waiting
-        taken = [items[0] for items in self.waiting.values()]
-        return [taken], {key: items[1:] for key, items in self.waiting.items() if len(items) > 1}
 
 
 class TrainerStream:
@@ -229,9 +208,8 @@ class TrainerStream:
             self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace), self._listener.trace
         )
         count = 1 if batches is None else batches.fragments
-        self._supply: Any = ArrivalOrder(count) if self._staleness.ahead is None else LaneRounds()
-        self._sets: list[list[ArrivedItem]] = []  # to be handed over after `_taken`
-        self._taken: deque[ArrivedItem] = deque()  # together, and not handed over yet
+        self._rounds = ItemRounds(count, by_lane=self._staleness.ahead is not None)
+        self._taken: list[ArrivedItem] = []  # together, and not handed over yet
         self._awaited, self._acks = awaited.count, ack == "auto"
         self._has_begun = self._expects_no_more = False
 
@@ -424,8 +402,7 @@ class TrainerStream:
             # If no item can be made of them, they are taken again, and the next try raises again.
             with self._listener.trace.making():
                 item = self._item_maker.item_of(arrived)
-            for _ in arrived:
-                self._taken.popleft()
+            del self._taken[: len(arrived)]
             if item is not None:
                 break
             self._be_done_with([*arrived, *self._left_out])  # agents may wait all the while
@@ -446,16 +423,14 @@ class TrainerStream:
         Raises RunError if no rollout comes.
         """
         while (error := self._listener.error) is None:
-            if not (self._taken or self._sets):
+            if not self._taken:
                 self._listener.bell.silence()
                 with self._listener.lock:
                     present = self._listener.present
                     if not self._has_looked(present, patience):
                         return []
-                    if not self._sets:
+                    if not self._taken:
                         return self._none_or_not_yet(present, patience)
-            if not self._taken:
-                self._taken, self._sets = deque(self._sets[0]), self._sets[1:]
             if admitted := self._admitted():
                 return admitted
         raise error
@@ -474,14 +449,14 @@ class TrainerStream:
     def _has_looked(self, present: Present, patience: WaitReminder) -> bool:
         """Gather items that have come; False: not as many rollouts have come as are waited for."""
         if self._listener.arrived:
-            joined = self._supply.joined(self._listener.arrived)
-            self._supply.waiting, self._listener.arrived = joined, []
+            joined = self._rounds.joined(self._listener.arrived)
+            self._rounds.waiting, self._listener.arrived = joined, []
             patience.restart()
-        if self._supply.begin(present, self._listener.weights.version):
+        if self._rounds.begin(present, self._listener.weights.version):
             self._listener.wake()
         if not self._has_begun and not self._is_enough(present, patience):
             return False
-        self._sets, self._supply.waiting = self._supply.take(present)
+        self._taken, self._rounds.waiting = self._rounds.take(present)  # at once: an interrupt loses none
         return True
 
     def _admitted(self) -> list[ArrivedItem]:

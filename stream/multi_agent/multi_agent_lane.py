@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
-from rollflow.stream.fragments.live_episode import LaneEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, VectorStep
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
@@ -37,7 +36,7 @@ class MultiAgentLane:
     module_ids      ids of the modules, by place
     vector_steps    vector steps since the first reset
     first_step      vector steps that the run had made when this lane began
-    batches         module place -> data between the stages: column -> tree of arrays `any[K, ...]`
+    turns           of the modules that have agents to act for, between the stages
     is_set_aside    whether the environments are gone for good
     """
 
@@ -59,9 +58,7 @@ class MultiAgentLane:
         self.modules: list[Any] = []
         self.module_ids: list[Any] = []
         self.vector_steps = self.first_step = 0
-        self.batches: dict[int, dict[str, Any]] = {}
-        self.shown: dict[int, LaneEpisodes] = {}
-        self.policy_versions: dict[int, int] = {}
+        self.turns: list[Any] = []
         self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self.just_ended = np.zeros(0, np.int64)
@@ -185,8 +182,8 @@ class MultiAgentLane:
         """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
         for lane in self.parts:
             lane.release()
-        by_module = (self.modules, self.module_ids, self._places, self._part_of)
-        for each in (*by_module, self.batches, self.shown, self.policy_versions, self._shared_data):
+        by_module = (self.modules, self.module_ids, self._places, self._part_of, self._shared_data)
+        for each in (*by_module, self.turns):
             each.clear()
 
     # Inside
@@ -268,8 +265,7 @@ class MultiAgentLane:
             module_id = self.module_ids[place]
             del self._places[self.modules[place]]
             self.modules[place] = self.module_ids[place] = None
-            for by_place in (self._shared_data, self.batches, self.shown, self.policy_versions):
-                by_place.pop(place, None)
+            self._shared_data.pop(place, None)
             for lane in self.parts:
                 lane.forget(place)
             if module_id not in self.module_ids:

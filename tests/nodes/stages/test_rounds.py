@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from hypothesis import given, strategies as st
 
-from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts
+from rollflow.nodes.stages.credits import FragmentCredits
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
@@ -36,8 +37,16 @@ class Given:
     columns = {"rewards": Column("rewards", np.zeros((1, 1)))}  # noqa: RUF012
 
 
-def rounds_of(lanes: int, lag: LagBound) -> FragmentRounds[Any]:
-    return FragmentRounds(lanes, lag, lambda fragment: None, EpisodeCollector())
+def rounds_of(lanes: int, max_lag: int | None = None) -> FragmentRounds[Any]:
+    lag = Published(lambda: {}, max_lag, "drop" if max_lag is None else "pace")
+    return FragmentRounds(range(lanes), lag, lambda fragment: None, EpisodeCollector())
+
+
+def credits_for(
+    rounds: FragmentRounds[Any], lanes: int, prefetch: int, *, has_fixed_lanes: bool = True
+) -> FragmentCredits:
+    environments: Any = SimpleNamespace(num_lanes=lanes, has_fixed_lanes=has_fixed_lanes)
+    return FragmentCredits(environments, rounds, prefetch, None)
 
 
 @dataclass
@@ -97,10 +106,9 @@ class SimulatedRing:
 
 @given(lanes=st.integers(1, 4), ahead=st.integers(0, 2), data=st.data())
 def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
-    lag = Published(lambda: {}, ahead, "pace")
-    rounds = rounds_of(lanes, lag)
-    rounds.every_lane = set(range(lanes))
-    credits = FragmentCredits(1 + ahead, rounds=rounds)
+    rounds = rounds_of(lanes, ahead)
+    lag: Any = rounds.lag
+    credits = credits_for(rounds, lanes, ahead)
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
     handed: list[Given] = []
     for _ in range(12):
@@ -120,12 +128,11 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
 
 
 def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
-    rounds = rounds_of(1, Published(lambda: {}, 1, "pace"))
-    rounds.every_lane = {0}
+    rounds = rounds_of(1, 1)
     given = iter([Given(0, 0, 0), Given(0, 1, 0), Given(1, 0, 0)])
 
     def take() -> Given:
-        rounds.lane_joined(1, fills_a_vacancy=False)
+        rounds.lane_joined(1)
         return next(given)
 
     rounds.gather(take, lambda lanes: None)
@@ -136,12 +143,11 @@ def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
 
 
 def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
-    rounds = rounds_of(1, Published(lambda: {}, 1, "pace"))
-    rounds.every_lane = {0}
-    rounds.lane_left(was_the_last=True)
+    rounds = rounds_of(1, 1)
+    rounds.lane_left(0)
     rounds.lane_gone(0, 0)
     assert not rounds.is_full
-    rounds.lane_joined(1, fills_a_vacancy=True)
+    rounds.lane_joined(1)
     given = iter([NoFragment(0), Given(1, 0, 0)])
     rounds.gather(lambda: next(given), lambda lanes: None)
     assert [each.lane for each in rounds.hand_out()] == [1]
@@ -153,7 +159,6 @@ class AbsentLanes:
 
     random: Random
     lanes: list[SimulatedLane]
-    counts: LaneCounts
     credits: FragmentCredits
     absent: list[SimulatedLane] = field(default_factory=list)
 
@@ -161,11 +166,11 @@ class AbsentLanes:
         """Go on until a lane gives a fragment, or is absent."""
         while True:
             if self.absent and self.random.random() < 0.2:
-                self.counts.lane_back(self.absent.pop())
+                self.credits.lane_back(self.absent.pop())
             there = [each for each in self.lanes if each not in self.absent]
             if len(there) > 1 and self.random.random() < 0.2:
                 self.absent.append(self.random.choice(there))
-                self.counts.lane_absent(self.absent[-1])
+                self.credits.lane_absent(self.absent[-1])
                 return NoFragment(self.absent[-1].index)
             going = [each for each in there if not each.at_start or self.credits.admits(each)]
             assert going, "the reader waits in vain"
@@ -179,9 +184,10 @@ class AbsentLanes:
 
 @given(lanes=st.integers(2, 4), ahead=st.integers(0, 2), seed=st.integers(0, 1 << 32))
 def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed: int) -> None:
-    rounds = rounds_of(lanes, Published(lambda: {}, None))
-    credits, simulated = FragmentCredits(lanes * (1 + ahead)), [SimulatedLane(index) for index in range(lanes)]
-    ring = AbsentLanes(Random(seed), simulated, LaneCounts(credits, rounds, 1 + ahead, None), credits)
+    rounds = rounds_of(lanes)
+    credits = credits_for(rounds, lanes, ahead, has_fixed_lanes=False)
+    simulated = [SimulatedLane(index) for index in range(lanes)]
+    ring = AbsentLanes(Random(seed), simulated, credits)
     handed: list[Given] = []
     for _ in range(12):
         rounds.gather(ring.take, credits.release)
@@ -189,10 +195,46 @@ def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed
         assert 1 <= len(of_round) <= lanes
         handed += of_round
     for lane in ring.absent:
-        ring.counts.lane_back(lane)
+        credits.lane_back(lane)
     rounds.give_back(credits.release)
     assert credits.limit == lanes * (1 + ahead)
     assert credits._begun == sum(not lane.at_start for lane in simulated)
     assert sorted((each.lane, each.sequence) for each in handed) == [
         (lane.index, sequence) for lane in simulated for sequence in range(lane.sequence)
     ]
+
+
+def test_in_rounds_no_lane_begins_its_second_fragment_before_all_have_begun_their_first() -> None:
+    credits, asked = credits_for(rounds_of(3), 3, 0), list[None]()
+    credits.watch(lambda: asked.append(None))
+    assert credits.admits(SimulatedLane(1))
+    assert not credits.admits(SimulatedLane(1, 1))  # the others are still being reset
+    assert credits.admits(SimulatedLane(2))
+    assert not credits.admits(SimulatedLane(1, 1))
+    assert not asked
+    assert credits.admits(SimulatedLane(0))
+    assert len(asked) == 1  # whoever was refused is asked about again
+    assert not credits.admits(SimulatedLane(1, 1))  # there are as many as there are lanes
+    credits.release([0])
+    assert credits.admits(SimulatedLane(1, 1))
+
+
+def test_in_rounds_a_lane_that_is_lost_before_it_has_begun_is_not_waited_for() -> None:
+    credits, asked = credits_for(rounds_of(3), 3, 0), list[None]()
+    credits.watch(lambda: asked.append(None))
+    assert credits.admits(SimulatedLane(1))
+    credits.lane_lost(0)
+    credits.lane_lost(0)  # again
+    assert not credits.admits(SimulatedLane(1, 1))
+    assert credits.admits(SimulatedLane(2))
+    assert len(asked) == 1
+    assert credits.admits(SimulatedLane(1, 1))  # its credit goes to another
+
+
+def test_ahead_of_the_reader_a_fast_lane_takes_what_credits_there_are() -> None:
+    credits = credits_for(rounds_of(2), 2, 1)
+    assert [credits.admits(SimulatedLane(1, sequence)) for sequence in range(5)] == [True, True, True, True, False]
+    assert not credits.admits(SimulatedLane(0))
+    credits.release([0])
+    assert credits.admits(SimulatedLane(0))
+    assert credits.admits(SimulatedLane(0))  # it had begun that one

@@ -1,7 +1,6 @@
 """Items of rollouts at a trainer: their layouts, which go together, and that none is lost before it is handed over."""
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
@@ -11,12 +10,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from feeding_rollouts import trainer
-from taken_batches import taken_of
 
 from rollflow import Rollout
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.sinks.trainer.stream import ArrivalOrder, LaneRounds
+from rollflow.sinks.trainer.stream import ItemRounds
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Fragment, TrainerSession
@@ -90,44 +88,46 @@ def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None
     assert source._layouts.keys() == {0}
 
 
+def taken_of(rounds: ItemRounds, *present: RolloutPeer) -> list[int]:
+    """Have a round taken of what waits: the numbers of its items."""
+    taken, rounds.waiting = rounds.take(lambda: present)
+    return [item.number for item in taken]
+
+
 def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
-    supply = ArrivalOrder(None)
+    rounds = ItemRounds(None, by_lane=False)
     large, small = RolloutPeer(TrainerSession(bytes(16))), RolloutPeer(TrainerSession(bytes(range(16))))
     large.lanes, small.lanes = set(range(8)), {0}
     large.life, small.life = PeerLife.LEFT, PeerLife.HERE
-    one, *others = ArrivedItem(large, 1, {}, None), *(ArrivedItem(small, number, {}, None) for number in range(1, 5))
-    supply.waiting = supply.joined([one])
-    assert taken_of(supply, [small]) == []
-    supply.waiting = supply.joined(others)
-    assert [taken_of(supply, [small]) for _ in range(4)] == [[[one, others[0]]], *([[other]] for other in others[1:])]
+    one, *others = ArrivedItem(large, 0, {}, None), *(ArrivedItem(small, number, {}, None) for number in range(1, 5))
+    rounds.waiting = rounds.joined([one])
+    assert taken_of(rounds, small) == []
+    rounds.waiting = rounds.joined(others)
+    assert [taken_of(rounds, small) for _ in range(4)] == [[0, 1], [2], [3], [4]]
 
 
-def test_as_many_sets_are_taken_as_are_whole() -> None:
-    supply, source = ArrivalOrder(2), RolloutPeer(TrainerSession(bytes(16)))
+def test_rounds_are_taken_that_are_whole() -> None:
+    rounds, source = ItemRounds(2, by_lane=False), RolloutPeer(TrainerSession(bytes(16)))
     items = [ArrivedItem(source, number, {}, None) for number in range(1, 8)]
-    supply.waiting = supply.joined(items[:5])
-    assert taken_of(supply, [source]) == [items[:2], items[2:4]]
-    assert taken_of(supply, [source]) == []
-    supply.waiting = supply.joined(items[5:])
-    assert taken_of(supply, [source]) == [items[4:6]]
-    assert [taken_of(supply, []), taken_of(supply, [])] == [[items[6:]], []]  # nothing more comes
+    rounds.waiting = rounds.joined(items[:5])
+    assert [taken_of(rounds, source) for _ in range(3)] == [[1, 2], [3, 4], []]
+    rounds.waiting = rounds.joined(items[5:])
+    assert [taken_of(rounds, source), taken_of(rounds), taken_of(rounds)] == [[5, 6], [7], []]  # nothing more comes
 
 
-@pytest.mark.parametrize(
-    "supply", [lambda: ArrivalOrder(2), lambda: ArrivalOrder(None), LaneRounds], ids=["2", "lanes", "rounds"]
-)
-def test_an_interrupt_while_items_are_taken_loses_none(supply: Callable[[], ArrivalOrder | LaneRounds]) -> None:
+@pytest.mark.parametrize(("count", "by_lane"), [(2, False), (None, False), (1, True)], ids=["2", "lanes", "rounds"])
+def test_an_interrupt_while_items_are_taken_loses_none(count: int | None, by_lane: bool) -> None:
     """The interrupt comes before each line in turn."""
     lines = 1
-    while _is_interrupted(supply(), lines):
+    while _is_interrupted(ItemRounds(count, by_lane=by_lane), lines):
         lines += 1
     assert lines > 20
 
 
-def _is_interrupted(supply: ArrivalOrder | LaneRounds, lines: int) -> bool:
+def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
     """Take items, and have an interrupt come before a line; False: there are fewer."""
     stream = trainer()
-    stream._supply, door = supply, stream._listener
+    stream._rounds, door = rounds, stream._listener
     source = door.sources[bytes(16)] = RolloutPeer(TrainerSession(bytes(16)))
     source.lanes, source.life = {0}, PeerLife.HERE
     source.session.taken = 9

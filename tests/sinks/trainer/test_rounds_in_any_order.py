@@ -12,14 +12,13 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
-from taken_batches import taken_of
 
 from rollflow import Fragment
 from rollflow.sinks.trainer.item_maker import Batches
 from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
-from rollflow.sinks.trainer.stream import LaneRounds
+from rollflow.sinks.trainer.stream import ItemRounds
 from rollflow.stream.wire import LaneLeft, SourceSession, TrainerSession
 
 TOKEN = bytes(16)
@@ -126,7 +125,7 @@ class Trainer:
         done, beyond, self.version = saved
         self.source = RolloutPeer(TrainerSession(TOKEN, done))
         self.source.beyond = beyond
-        self.rounds, self.max_lag = LaneRounds(), max_lag
+        self.rounds, self.max_lag = ItemRounds(1, by_lane=True), max_lag
         self.windows = StalenessBound(max_lag, "pace", batches=Batches(), prefetch=0)
         self.holds: list[ArrivedItem] = []
         self.has_published = True
@@ -164,7 +163,8 @@ class Trainer:
             self.source.move_on(arrived.number)
             self.source.keep()
         self.rounds.begin(lambda: [self.source], self.version)
-        self.holds, self.has_published = next(iter(taken_of(self.rounds, [self.source])), []), False
+        self.holds, self.rounds.waiting = self.rounds.take(lambda: [self.source])
+        self.has_published = False
         return self.holds
 
     def saved(self) -> tuple[int, set[int], int]:

@@ -22,7 +22,7 @@ from stalled_rollouts import in_thread, line_of
 
 from rollflow import Fragment, Graph, Rollout, TrainerStream, Watch, feed
 from rollflow.nodes.env.stepping import nothing
-from rollflow.nodes.stages.credits import FragmentCredits, LaneGates
+from rollflow.nodes.stages.credits import LaneGates
 from rollflow.sinks import TrainerSink
 from rollflow.stream import RunError, StallError
 from rollflow.stream.graph.report import Report
@@ -213,16 +213,19 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
 
 def test_of_several_gates_the_first_that_refuses_is_what_holds_a_lane() -> None:
     lane: Any = SimpleNamespace(index=0, at_start=True, sequence=0)
-    gates, gate = [FragmentCredits(limit) for limit in (1, 0, 0)], LaneGates(None)  # type: ignore[arg-type]
-    vars(gates[1])["holder"], vars(gates[2])["holder"] = "one", "other"
-    gate.take(gates)
+    is_open, gate = {"first": True, "one": False, "other": False}, LaneGates(None)  # type: ignore[arg-type]
+
+    def gate_of(name: str) -> Any:
+        return SimpleNamespace(admits=lambda lane: is_open[name], watch=lambda changed: None, holder=name)
+
+    gate.take([gate_of(name) for name in is_open])
     assert gate.holder is None
     assert not gate.admits(lane)
     assert gate.holder == "one"
-    gates[1].add(1)
+    is_open["one"] = True
     assert not gate.admits(lane)
     assert gate.holder == "other"
-    gates[2].add(1)
+    is_open["other"] = True
     assert gate.admits(lane)
 
 
