@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -47,7 +46,7 @@ from rollflow.nodes.connectors.module_to_env.exploration import (
     OrnsteinUhlenbeckNoise,
     Temperature,
 )
-from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, Numerics
+from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
@@ -57,7 +56,7 @@ from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError, refused
-from rollflow.stream.data.space import flat_size, item_of, map_items, row_of
+from rollflow.stream.data.space import Numerics, flat_size, flatten, item_of, map_items, row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
@@ -120,18 +119,13 @@ def add_form(piece: ConnectorV2, plan: Plan) -> None:
     add(piece, plan)
 
 
-def _rewriting(make: Callable[[Any], Callable[[Tree], Tree]]) -> Callable[[Any, Plan], None]:
-    """What adds the form of a piece that makes other observations any[N, ...] of them, and remembers nothing."""
+def _rewritten(piece: Any, plan: Plan) -> None:
+    """Add the form of a piece that makes other observations any[N, ...] of them, and remembers nothing."""
 
-    def add(piece: Any, plan: Plan) -> None:
-        rewritten = make(piece)
+    def form(step: Step) -> None:
+        step.observation = piece.rewritten(step.observation, numerics=_TENSORS)
 
-        def form(step: Step) -> None:
-            step.observation = rewritten(step.observation)
-
-        plan.forms.append(form)
-
-    return add
+    plan.forms.append(form)
 
 
 def _without_form(piece: ConnectorV2) -> PolicyError:
@@ -142,7 +136,7 @@ def _without_form(piece: ConnectorV2) -> PolicyError:
     )
 
 
-def _filtered(piece: MeanStdFilter) -> Callable[[Tree], Tree]:
+def _filtered(piece: MeanStdFilter, plan: Plan) -> None:
     if piece.update_stats:
         raise PolicyError(f"'{piece.name}' learns while it acts, which an ONNX program can't; expected learns=False")
     mean, deviation = torch.from_numpy(np.array(piece.mean)), torch.from_numpy(np.array(piece.deviation))
@@ -151,7 +145,10 @@ def _filtered(piece: MeanStdFilter) -> Callable[[Tree], Tree]:
         rows = torch.cat([leaf.reshape(leaf.shape[0], -1).double() for leaf in kept], 1)
         return parts_like(kept, piece.scaled(rows, mean, deviation, torch).float())
 
-    return partial(piece.map_boxes, filtered)
+    def form(step: Step) -> None:
+        step.observation = piece.map_boxes(filtered, step.observation)
+
+    plan.forms.append(form)
 
 
 def _frames(piece: FrameStacking, plan: Plan) -> None:
@@ -186,7 +183,9 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
         parts: dict[str, Any] = {piece.ORIG_OBS_KEY: step.observation}
         if actions:
             chosen = parts[piece.PREV_ACTIONS_KEY] = step.recall()
-            step.later.append((len(step.kept), lambda newest: torch.cat([chosen[:, width:], flat(space, newest)], 1)))
+            step.later.append(
+                (len(step.kept), lambda newest: torch.cat([chosen[:, width:], flatten(space, newest, torch)], 1))
+            )
             step.kept.append(chosen)
         if rewards:
             assert step.rewards is not None
@@ -201,10 +200,10 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
 
 # Piece -> what adds its form to a plan; None: it changes only where numbers lie.
 _BEFORE: dict[type, Callable[[Any, Plan], None] | None] = {
-    AdaptObservations: _rewriting(lambda piece: partial(piece.map, numerics=_TENSORS)),
-    FlattenObservations: _rewriting(lambda piece: partial(flat, piece._kept(piece.input_observation_space))),
-    OneHotObservations: _rewriting(lambda piece: partial(_hot_items, piece.input_observation_space)),
-    MeanStdFilter: _rewriting(_filtered),
+    AdaptObservations: _rewritten,
+    FlattenObservations: _rewritten,
+    OneHotObservations: _rewritten,
+    MeanStdFilter: _filtered,
     FrameStacking: _frames,
     PrevActionsPrevRewards: _previous,
     AddObservationsFromEpisodesToBatch: None,
@@ -243,10 +242,11 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
 
         return likeliest
     if type(piece) in (NormalizeAndClipActions, ClipActions):
+        bring = piece.bringer(piece.input_action_space, _TENSORS)
 
         def brought(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
             if for_env is None:
-                for_env = map_items(partial(_brought, piece), piece.input_action_space, actions)
+                for_env = actions if bring is None else bring(actions)
             return actions, for_env
 
         return brought
@@ -259,17 +259,8 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
     raise _without_form(piece)
 
 
-def _brought(piece: Any, space: gym.Space[Any], actions: Tensor) -> Tensor:
-    if not isinstance(space, spaces.Box):
-        return actions
-    if space.dtype.kind != "f":
-        return _brought_whole(piece, space, actions)
-    bring = piece.float_bringer(space, torch)
-    return actions if bring is None else bring(actions)
-
-
-def _in_type(space: gym.Space[Any], actions: Tensor) -> Tensor:
-    """Items of a space without parts in its dtype: `items_in` of tensors."""
+def _in_type(space: gym.Space[Any], actions: Tensor, bounds: Any = None) -> Tensor:
+    """Items of a space without parts in its dtype: that of `ARRAYS` for tensors, which works out the bounds itself."""
     like = torch.from_numpy(np.zeros(0, space.dtype))
     if actions.is_floating_point() and not like.is_floating_point():
         if not isinstance(space, spaces.Box):
@@ -279,43 +270,7 @@ def _in_type(space: gym.Space[Any], actions: Tensor) -> Tensor:
     return actions.to(like.dtype)
 
 
-def _brought_whole(piece: Any, box: spaces.Box, actions: Tensor) -> Tensor:
-    """`_brought` for a Box of whole numbers."""
-    if not actions.is_floating_point():
-        return actions  # of this space: others are refused before they are normalized
-    if piece.normalize_actions:
-        below, above = (bound.reshape(box.shape) for bound in whole_bounds_of(box)[2:])
-        actions = below + (actions.double() + 1.0) * (above / 2.0 - below / 2.0)
-    return _in_type(box, actions) if piece.normalize_actions or piece.clip_actions else actions
-
-
 _TENSORS: Numerics = torch, Tensor.double, _in_type
-
-# Spaces
-
-
-def flat(space: gym.Space[Any], items: Tree) -> Tensor:
-    """`stream.data.space.flatten` of tensors."""
-    return torch.cat([leaf.reshape(leaf.shape[0], -1).float() for leaf in leaves_of(_hot_items(space, items))], -1)
-
-
-def _hot_items(space: gym.Space[Any], items: Tree) -> Tree:
-    """`stream.data.space.one_hot_items` of tensors."""
-    return map_items(_hot, space, items)
-
-
-def _hot(space: gym.Space[Any], items: Tensor) -> Tensor:
-    if isinstance(space, spaces.Discrete):
-        return _vectors(items - int(space.start), int(space.n))
-    if isinstance(space, spaces.MultiDiscrete):
-        flat = (items - torch.as_tensor(space.start)).reshape(items.shape[0], -1)
-        sizes = space.nvec.reshape(-1).tolist()
-        return torch.cat([_vectors(flat[:, place], size) for place, size in enumerate(sizes)], -1)
-    return items
-
-
-def _vectors(numbers: Tensor, count: int) -> Tensor:
-    return (numbers[:, None] == torch.arange(count, dtype=numbers.dtype)).float()
 
 
 class TensorPolicy(torch.nn.Module):

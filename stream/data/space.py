@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -16,6 +17,9 @@ from rollflow.stream.data.ranges import check_range
 from rollflow.stream.data.tree import Tree, map_tree
 
 Space = gym.Space[Any]
+Numerics = tuple[Any, Callable[[Any], Any], Callable[..., Any]]
+"""Functions over arrays, or over tensors: numpy or torch; what makes numbers f64; and what makes items of a space
+without parts of numbers any[..., *shape], given (space, numbers, bounds as `whole_bounds` gives them, or None)."""
 _NUMERIC = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _EXPECTED = "expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of those"
 
@@ -207,6 +211,19 @@ def nearest(
     return np.where(is_low, box.low, np.where(is_high, box.high, made))
 
 
+def _in_type(space: Space, items: Any, bounds: Any = None) -> NDArray[Any]:
+    """Numbers any[..., *shape] in the dtype of a space without parts."""
+    numbers: NDArray[Any] = np.asarray(items)
+    is_whole, are_floats = np.dtype(space.dtype).kind != "f", numbers.dtype.kind == "f"
+    if is_whole and isinstance(space, spaces.Box):
+        made: NDArray[Any] = nearest(space, numbers, bounds) if are_floats else items_in(space, numbers)
+        return made
+    return (np.rint(numbers) if is_whole and are_floats else numbers).astype(space.dtype, copy=False)
+
+
+ARRAYS: Numerics = np, lambda numbers: numbers, _in_type
+
+
 def clipped(box: spaces.Box, values: NDArray[Any]) -> NDArray[Any]:
     """Whole numbers any[..., ...] clipped to the bounds of a Box of whole numbers, in its dtype."""
     dtype: Any = box.dtype
@@ -240,28 +257,29 @@ def one_hot(
     return vectors
 
 
-def one_hot_items(space: gym.Space[Any], items: Tree) -> Tree:
+def one_hot_items(space: gym.Space[Any], items: Tree, xp: Any = np) -> Tree:
     """Items of a space with Discrete and MultiDiscrete leaves as one-hot vectors `f32[..., n]`.
 
-    `items` is one item, or a tree of arrays `any[..., ...]` with leading axes. A MultiDiscrete's vectors are joined end
-    to end. Other leaves are unchanged.
+        items    one item, or a tree of arrays `any[..., ...]` with leading axes
+        xp       numpy or torch, whichever the result is to be of
+
+    A MultiDiscrete's vectors are joined end to end. Other leaves are unchanged.
     """
-    return map_items(_one_hot, space, items)
+    return map_items(partial(_one_hot, xp), space, items)
 
 
-def _one_hot(space: Space, items: Any) -> Any:
+def _one_hot(xp: Any, space: Space, items: Any) -> Any:
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return items
+    numbers = xp.asarray(items) - xp.asarray(space.start)
     if isinstance(space, spaces.Discrete):
-        return _vectors(np.asarray(items) - space.start, int(space.n))
-    if isinstance(space, spaces.MultiDiscrete):
-        flat = _raveled(np.asarray(items) - space.start, space)
-        sizes = space.nvec.reshape(-1).tolist()
-        return np.concatenate([_vectors(flat[..., i], n) for i, n in enumerate(sizes)], axis=-1)
-    return items
+        return _vectors(xp, numbers, int(space.n))
+    flat, sizes = _raveled(numbers, space), space.nvec.reshape(-1).tolist()
+    return xp.concatenate([_vectors(xp, flat[..., i], n) for i, n in enumerate(sizes)], -1)
 
 
-def _vectors(numbers: NDArray[Any], n: int) -> NDArray[np.float32]:
-    vectors: NDArray[np.float32] = (numbers[..., None] == np.arange(n)).astype(np.float32)
-    return vectors
+def _vectors(xp: Any, numbers: Any, n: int) -> Any:
+    return xp.asarray(numbers[..., None] == xp.arange(n), dtype=xp.float32)
 
 
 def flat_size(space: gym.Space[Any]) -> int:
@@ -269,25 +287,27 @@ def flat_size(space: gym.Space[Any]) -> int:
     return int(flatten(space, item_of(space)).shape[-1])
 
 
-def flatten(space: gym.Space[Any], items: Tree) -> NDArray[np.float32]:
+def flatten(space: gym.Space[Any], items: Tree, xp: Any = np) -> Any:
     """Items as vectors `f32[..., D]`: a Dict's parts by sorted key, a Tuple's in order, end to end.
 
-    `items` is one item, or a tree of arrays with leading axes. Discrete and MultiDiscrete parts become one-hot vectors,
-    all others are raveled. Raises ColumnError for a Dict or Tuple without parts.
+        items    one item, or a tree of arrays with leading axes
+        xp       numpy or torch, whichever the result is to be of
+
+    Discrete and MultiDiscrete parts become one-hot vectors, all others are raveled. Raises ColumnError for a Dict or
+    Tuple without parts.
     """
     if isinstance(space, spaces.Dict | spaces.Tuple) and not len(space):
         raise ColumnError(f"space {space} has no parts, expected at least one")
     if isinstance(space, spaces.Dict):
-        return np.concatenate([flatten(space[key], items[key]) for key in sorted(space.keys())], axis=-1)
+        return xp.concatenate([flatten(space[key], items[key], xp) for key in sorted(space.keys())], -1)
     if isinstance(space, spaces.Tuple):
-        return np.concatenate([flatten(part, item) for part, item in zip(space, items, strict=True)], axis=-1)
+        return xp.concatenate([flatten(part, item, xp) for part, item in zip(space, items, strict=True)], -1)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        vectors: NDArray[np.float32] = one_hot_items(space, items)
-        return vectors
-    return _raveled(np.asarray(items, np.float32), space)
+        return _one_hot(xp, space, items)
+    return _raveled(xp.asarray(items, dtype=xp.float32), space)
 
 
-def _raveled(items: NDArray[Any], space: gym.Space[Any]) -> NDArray[Any]:
+def _raveled(items: Any, space: gym.Space[Any]) -> Any:
     """Items `any[..., *shape]` as vectors `any[..., D]`, also where there are no items."""
     shape = space.shape or ()
     return items.reshape(*items.shape[: items.ndim - len(shape)], math.prod(shape))

@@ -19,7 +19,7 @@ from rollflow.nodes.connectors.list_form import is_keyed_by_episode, rewrite_las
 from rollflow.nodes.connectors.spaces import check_has_numbers, space_by_agents, space_of_agent
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.space import flat_size, flatten, map_space, one_hot_items
+from rollflow.stream.data.space import ARRAYS, Numerics, flat_size, flatten, map_space, one_hot_items
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
@@ -35,10 +35,11 @@ class ObservationRewriter(ConnectorV2):
 
     columnar = True
 
-    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
+    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Tree:
         """One observation, or those of all slots, a tree of arrays `any[N, ...]`, as they are to be.
 
         agent_id    of one of several agents
+        numerics    of the observations: of arrays, or of tensors
         """
         raise NotImplementedError
 
@@ -162,8 +163,8 @@ class OneHotObservations(ObservationRewriter):
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         return map_space(_one_hot_space, input_observation_space)
 
-    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
-        return one_hot_items(space_of_agent(self._needed_space("observation"), agent_id), observations)
+    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Tree:
+        return one_hot_items(space_of_agent(self._needed_space("observation"), agent_id), observations, numerics[0])
 
 
 def _one_hot_space(space: Space) -> Space:
@@ -231,13 +232,13 @@ class FlattenObservations(ObservationRewriter):
         """True if the observations of an agent, or of a single one, are flattened."""
         return self.agent_ids is None or agent_id is None or agent_id in self.agent_ids
 
-    def rewritten(self, observations: Tree, agent_id: Any = None) -> Any:
+    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Any:
         space = self._needed_space("observation")
         if not self._concerns(agent_id):
             return observations
         if self.multi_agent:
             space = space_of_agent(space, agent_id)
-        return flatten(self._kept(space), map_tree(np.asarray, observations))
+        return flatten(self._kept(space), observations, numerics[0])
 
     def _made(self, space: Space, agent_id: Any) -> Space:
         return self._flat_space(space) if self._concerns(agent_id) else space

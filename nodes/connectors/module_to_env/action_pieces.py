@@ -26,7 +26,7 @@ from rollflow.nodes.connectors.spaces import space_of_agent
 from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for, without_choice
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ConnectorError, ModuleError
-from rollflow.stream.data.space import items_in, nearest, whole_bounds
+from rollflow.stream.data.space import ARRAYS, Numerics, whole_bounds
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.fragments.live_episode import LaneEpisodes
@@ -485,9 +485,9 @@ class NormalizeAndClipActions(ConnectorV2):
         return self._bring is not None
 
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
-        self._bring = self._bringer(input_action_space)
+        self._bring = self.bringer(input_action_space)
         parts = input_action_space.spaces if isinstance(input_action_space, spaces.Dict) else {}
-        self._of_agents = {agent_id: self._bringer(part) for agent_id, part in parts.items()}
+        self._of_agents = {agent_id: self.bringer(part) for agent_id, part in parts.items()}
         return input_action_space
 
     def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
@@ -524,27 +524,28 @@ class NormalizeAndClipActions(ConnectorV2):
             bring = self._of_agents.get(key[1], bring)
         return [bring(action) for action in items] if bring else items
 
-    def _bringer(self, space: Space) -> Bring | None:
-        """The change to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing changes."""
+    def bringer(self, space: Space, numerics: Numerics = ARRAYS) -> Bring | None:
+        """The change to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing changes.
+
+        numerics    of the actions: of arrays, or of tensors
+        """
         if isinstance(space, spaces.Dict):
-            named = {key: self._bringer(part) for key, part in space.items()}
+            named = {key: self.bringer(part, numerics) for key, part in space.items()}
             if not any(named.values()):
                 return None
             return lambda actions: {key: bring(actions[key]) if bring else actions[key] for key, bring in named.items()}
         if isinstance(space, spaces.Tuple):
-            several = [self._bringer(part) for part in space]
+            several = [self.bringer(part, numerics) for part in space]
             if not any(several):
                 return None
             return lambda actions: tuple(bring(x) if bring else x for bring, x in zip(several, actions, strict=True))
         if not isinstance(space, spaces.Box):
             return None
-        return self.float_bringer(space, np) if space.dtype.kind == "f" else self._whole_bringer(space)
+        return (self._float_bringer if space.dtype.kind == "f" else self._whole_bringer)(space, numerics)
 
-    def float_bringer(self, box: spaces.Box, xp: Any) -> Bring | None:
-        """The change to actions any[..., *shape] of a Box of floats; None: nothing changes.
-
-        xp    numpy or torch, whichever the actions are of
-        """
+    def _float_bringer(self, box: spaces.Box, numerics: Numerics) -> Bring | None:
+        """The change to actions any[..., *shape] of a Box of floats; None: nothing changes."""
+        xp = numerics[0]
         low, high, bounded = xp.asarray(box.low), xp.asarray(box.high), np.isfinite(np.stack([box.low, box.high]))
         if self.normalize_actions and bounded.all():
             return lambda actions: xp.asarray(
@@ -552,23 +553,22 @@ class NormalizeAndClipActions(ConnectorV2):
             )
         return (lambda actions: xp.clip(actions, low, high)) if self.clip_actions and bounded.any() else None
 
-    def _whole_bringer(self, box: spaces.Box) -> Bring | None:
-        """`float_bringer` for a Box of whole numbers, which is always bounded."""
-        bounds = whole_bounds(box)
-        low, high = bounds
+    def _whole_bringer(self, box: spaces.Box, numerics: Numerics) -> Bring | None:
+        """`_float_bringer` for a Box of whole numbers, which is always bounded."""
+        (xp, wide, in_type), bounds = numerics, whole_bounds(box)
+        low, high = map(xp.asarray, bounds)
 
         def clip(actions: Any) -> Any:
-            values = np.asarray(actions)
-            return nearest(box, values, bounds) if values.dtype.kind == "f" else items_in(box, values)
+            return in_type(box, actions, bounds)
 
         def normalize(actions: Any) -> Any:
-            values = np.asarray(actions)
-            if values.dtype.kind != "f":
+            values = xp.asarray(actions)
+            if not str(values.dtype).removeprefix("torch.").startswith("float"):
                 raise ConnectorError(
                     f"{self.name}: '{Columns.ACTIONS}' are {values.dtype}{list(values.shape)}, expected floats from -1 "
                     f"to 1 to be normalized for {box}: of a module whose own action_space is a Box of floats"
                 )
-            return nearest(box, low + (values + 1.0) * (high / 2.0 - low / 2.0), bounds)
+            return in_type(box, low + (wide(values) + 1.0) * (high / 2.0 - low / 2.0), bounds)
 
         return normalize if self.normalize_actions else clip if self.clip_actions else None
 

@@ -1,7 +1,7 @@
 """Adapting a policy to other spaces: fields of one space made of the fields of another one, as a mapping says."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,67 +17,48 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorP
 from rollflow.nodes.connectors.spaces import check_is_space
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.space import Leaf, items_in, leaves_within, nearest, tree_of
+from rollflow.stream.data.space import ARRAYS, Leaf, Numerics, leaves_within, tree_of
 from rollflow.stream.data.tree import Tree
 
 Origin = float | str | list[Any] | tuple[str, float, float]
 """Where a field comes from: a number to fill it with, the path of a field, or [path, factor, offset]."""
 
 
-Numerics = tuple[Any, Callable[[Any], Any], Callable[[Space, Any], Any]]
-"""Functions over arrays, or over tensors, by numpy's names; what makes numbers f64, and items of a space's dtype."""
-
-
 @dataclass(frozen=True, slots=True)
 class LeafRule:
     """How one leaf is made.
 
-    target            the leaf
-    sources           leaves whose D numbers are joined end to end
-    index             i64[size], into the joined numbers; None: all of them, in order
-    scale             (factor, offset), f64[size] each; None: the numbers stay
-    filled            bool[size], true for numbers that are constants; None: there are none
-    constants         f64[size]
-    bounds            (low, high) that the numbers are brought into, f64[2, size]; None: into none
+    target     the leaf
+    sources    leaves whose D numbers are joined end to end
+    index      i64[size], into the joined numbers; D: a 0, for constants; None: all of them, in order
+    scale      (factor, offset), f64[2, size]; None: the numbers stay
+    filled     bool[size], True for constants; None: there are none
+    bounds     (low, high) that the numbers are brought into, f64[2, size]; None: into none
     """
 
     target: Leaf
     sources: tuple[Leaf, ...]
     index: NDArray[np.int64] | None
-    scale: tuple[NDArray[np.float64], NDArray[np.float64]] | None
+    scale: NDArray[np.float64] | None
     filled: NDArray[np.bool_] | None
-    constants: NDArray[np.float64]
     bounds: NDArray[np.float64] | None
 
     def made(self, items: Tree, lead: tuple[int, ...], numerics: Numerics) -> Any:
         """The leaf's array any[*lead, *shape] for items of the other space."""
         xp, wide, in_type = numerics
         parts = [xp.asarray(leaf.found(items)).reshape((*lead, leaf.size)) for leaf in self.sources]
-        parts = parts if len(parts) == 1 else list(map(wide, parts))
-        rows = xp.concatenate(parts, -1) if parts else xp.zeros((*lead, self.target.size))
-        if self.index is not None and parts:
+        if self.filled is not None:
+            parts.append(xp.zeros((*lead, 1)))
+        rows = xp.concatenate(parts if len(parts) == 1 else list(map(wide, parts)), -1)
+        if self.index is not None:
             rows = rows[..., xp.asarray(self.index)]
         if self.scale is not None:
             factor, offset = map(xp.asarray, self.scale)
             rows = wide(rows) * factor + offset
-        if self.filled is not None:
-            rows = xp.where(xp.asarray(self.filled), xp.asarray(self.constants), wide(rows))
         if self.bounds is not None:
             low, high = map(xp.asarray, self.bounds)
             rows = xp.minimum(xp.maximum(wide(rows), low), high)
         return in_type(self.target.space, rows.reshape((*lead, *self.target.shape)))
-
-
-def _in_type(space: Space, rows: NDArray[Any]) -> NDArray[Any]:
-    """Numbers any[..., *shape] in the dtype of a space without parts."""
-    is_whole, are_floats = np.dtype(space.dtype).kind != "f", rows.dtype.kind == "f"
-    if is_whole and isinstance(space, spaces.Box):
-        made: NDArray[Any] = nearest(space, rows) if are_floats else items_in(space, rows)
-        return made
-    return (np.rint(rows) if is_whole and are_floats else rows).astype(space.dtype, copy=False)
-
-
-ARRAYS: Numerics = np, lambda rows: rows, _in_type
 
 
 class FieldMap:
@@ -116,13 +97,13 @@ class FieldMap:
 
     def _rule(self, target: Leaf, unused: dict[str, Origin], problems: list[str]) -> LeafRule:
         """The rule for a leaf, whose fields leave `unused`."""
-        bounds, zeros = target.bounds() if self._clips else None, np.zeros(target.size)
+        bounds = target.bounds() if self._clips else None
         if target.path in unused:
             path, factor, offset = _parts(unused.pop(target.path))
             leaf = self._leaves.get(path or "")
             if leaf is not None and leaf.size == target.size:
-                scale = None if (factor, offset) == (1.0, 0.0) else (zeros + factor, zeros + offset)
-                return LeafRule(target, (leaf,), None, scale, None, zeros, bounds)
+                scale = None if (factor, offset) == (1.0, 0.0) else np.tile([[factor], [offset]], target.size)
+                return LeafRule(target, (leaf,), None, scale, None, bounds)
             if leaf is not None or (path in self._numbers and target.size != 1):
                 shape = [] if leaf is None else list(leaf.shape)
                 problems.append(f"{path} has shape {shape}, expected {list(target.shape)} of {target.path}")
@@ -140,13 +121,12 @@ class FieldMap:
                 problems.append(f"{target.path} comes from {path}, which is not there; expected one of {there}")
         found = [None if path is None else self._numbers.get(path) for path, _, _ in origins]
         sources = tuple(dict.fromkeys(each[0] for each in found if each is not None))
-        begins = dict(zip(sources, np.cumsum([0, *(leaf.size for leaf in sources)]).tolist(), strict=False))
-        index = np.array([0 if each is None else begins[each[0]] + each[1] for each in found], np.int64)
-        factors, offsets = (np.array([each[place] for each in origins], np.float64) for place in (1, 2))
-        filled = np.array([each is None for each in found], np.bool_)
-        is_scaled = bool((factors[~filled] != 1.0).any() or (offsets[~filled] != 0.0).any())
-        scale = (np.where(filled, 1.0, factors), np.where(filled, 0.0, offsets)) if is_scaled else None
-        return LeafRule(target, sources, index, scale, filled if filled.any() else None, offsets, bounds)
+        *begins, count = np.cumsum([0, *(leaf.size for leaf in sources)]).tolist()
+        begin = dict(zip(sources, begins, strict=True))
+        index = np.array([count if each is None else begin[each[0]] + each[1] for each in found], np.int64)
+        scale, filled = np.array([origin[1:] for origin in origins], np.float64).reshape(-1, 2).T, index == count
+        is_scaled, is_filled = bool((scale.T != (1.0, 0.0)).any()), bool(filled.any()) or not sources
+        return LeafRule(target, sources, index, scale if is_scaled else None, filled if is_filled else None, bounds)
 
 
 def _parts(origin: Origin) -> tuple[str | None, float, float]:
@@ -182,9 +162,9 @@ class AdaptObservations(ObservationRewriter):
         self.map = FieldMap("observation", input_observation_space, self.space, self.fields)
         return self.space
 
-    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
+    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Tree:
         self._needed_space("observation")
-        return self.map(observations)
+        return self.map(observations, numerics)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -315,15 +295,15 @@ def _misfits_of_values(rules: Iterable[LeafRule]) -> Iterator[str]:
     """A line for each leaf that gets numbers its space does not hold: constants, whole numbers, or floats."""
     for rule in rules:
         low, high = rule.target.bounds()
-        own = f"{rule.target.path} in {rule.target.space}"
-        filled = np.zeros(rule.target.size, np.bool_) if rule.filled is None else rule.filled
-        is_outside = filled & ~((low <= rule.constants) & (rule.constants <= high))
-        yield from (f"{own} can't hold {value:g}" for value in rule.constants[is_outside])
+        own, is_filled = f"{rule.target.path} in {rule.target.space}", rule.filled
+        is_filled = np.zeros(rule.target.size, np.bool_) if is_filled is None else is_filled
+        ends = np.concatenate([*(leaf.bounds() for leaf in rule.sources), np.zeros((2, 1))], axis=-1)
+        ends = ends[:, :-1] if rule.index is None else ends[:, rule.index]
+        ends = ends if rule.scale is None else np.sort(ends * rule.scale[0] + rule.scale[1], axis=0)
+        is_inside = (low <= ends[0]) & (ends[1] <= high)
+        yield from (f"{own} can't hold {value:g}" for value in ends[0][is_filled & ~is_inside])
         if rule.target.is_whole and rule.sources:
-            ends = np.concatenate([leaf.bounds() for leaf in rule.sources], axis=-1)
-            ends = ends if rule.index is None else ends[:, rule.index]
-            ends = ends if rule.scale is None else np.sort(ends * rule.scale[0] + rule.scale[1], axis=0)
-            is_inside = filled | ((low <= ends[0]) & (ends[1] <= high))
+            is_inside |= is_filled
             floats = [leaf for leaf in rule.sources if not leaf.is_whole] if rule.scale is None else []
             if floats or not is_inside.all():
                 comes = ", ".join(f"{leaf.path} in {leaf.space}" for leaf in floats or rule.sources)
