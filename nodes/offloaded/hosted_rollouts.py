@@ -13,6 +13,7 @@ from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
+from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, RolloutReport, account_of, progress_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError
@@ -46,7 +47,6 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     """
 
     takes_late = True
-    steps_of: Callable[[int], int]
     fragment_in: Callable[[Fragment, int, str | None], Any]
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
@@ -66,7 +66,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every host's connectors take over states before its next turn."""
-        names = self.owner.policy.pipeline_names
+        names = [name for name, _ in self.policy.acting.named_pipelines]
         self.states = States(dict(zip(names, states, strict=True)))
 
     def completed(self) -> Iterator[Any]:
@@ -122,7 +122,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def ask(self, remote: RemoteLane) -> None:
         index, count = remote.status.index, self._counts[remote.status.index]
-        self._equip(remote.host, is_urgent=self.owner.wants_newest)
+        self._equip(remote.host, is_urgent=self._relay.wants_newest)
         resets = remote.status.failures > 0 or not count.reported  # environments are to be made, or reset
         count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
         count.turns, count.since = count.turns + 1, clock()
@@ -153,8 +153,8 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         count, where = self._counts[index], f"fragment {answer.number} of lane {index}"
         status.phase = LanePhase.STEPPING  # also where it was late
         try:
-            report = account_of(answer.rest, self.steps_of(remote.num_slots))
-            count.take(report.start, report.steps, self.steps_of(remote.num_slots) * self.fragment_length)
+            report = account_of(answer.rest, self._steps_of(remote))
+            count.take(report.start, report.steps, self._steps_of(remote) * self.fragment_length)
             fragment = self._fragment_of(answer, report)
         except WireError as error:
             self._expel(remote.host, error, where)
@@ -197,7 +197,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         # A step was under way, unless the environments have not begun, or the host has begun none.
         is_asked = remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE)
         if is_asked and count.made and not (count.is_in_vain or remote.host.has_drained):
-            lost += self.steps_of(remote.num_slots)
+            lost += self._steps_of(remote)
         count.made = count.reported
         return lost
 
@@ -211,12 +211,16 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     # Inside
 
+    def _steps_of(self, remote: RemoteLane) -> int:
+        """The most transitions of a vector step of a lane."""
+        return int(remote.num_slots * self.policy.most_agents)
+
     def _hear(self, remote: RemoteLane, answer: Fragment, report: RolloutReport, where: str) -> None:
         """Hand on what a host says beside a fragment."""
         for kind, text in report.deviations:
             self.deviations.add(kind, f"host {remote.host.name}: {quoted(text)}")
         try:
-            self.owner.take_message(remote.status.index, answer.rest)
+            self.take_message(remote.status.index, answer.rest)
         except StateError:  # of a connector piece here, whichever host has sent its state
             raise
         except Exception as error:  # of connectors and metrics, which may be given anything
@@ -260,10 +264,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def _begun_settings(self) -> Settings:
         """The rollout's settings; when it begins, the first weights are published where none were."""
         if self._settings is None:
-            replica = self.owner.policy.replica()
+            replica = Replica.of(self.policy.acting)
             settings = RolloutSettings.of(
                 replica,
-                self.owner.policy.how.pass_options,
+                self.policy.how.pass_options,
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
                 seed=self.seed,
@@ -304,7 +308,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _take_progress_of(self, remote: RemoteLane, progress: LaneProgress) -> None:
         count = self._counts[remote.status.index]
-        count.take(progress.start, progress.steps, self.fragment_length * self.steps_of(remote.num_slots))
+        count.take(progress.start, progress.steps, self.fragment_length * self._steps_of(remote))
         is_alive = progress.pulse != count.pulse
         count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
         if is_alive and remote.status.phase is LanePhase.LATE:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.lane_source import LaneSource
@@ -56,43 +56,34 @@ class TurnToken:
         return f"of fragment {self.sequence}"
 
 
-class RolloutOwner(Protocol):
-    """Owner of rollouts that are done elsewhere: says what they are done with, and takes what they report.
-
-    policy    what acts: gives a `replica` of it for a lane that begins, and has the rollout's options as `how`
-    """
-
-    policy: Any
-
-    @property
-    def wants_newest(self) -> bool:
-        """True if a turn is to begin with the newest weights, however many others are on their way."""
-        ...
-
-    def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
-        """Take in what a lane's connectors have learnt and logged."""
-        ...
-
-
 class OffloadedRollouts(LaneSource):
     """A node that has each lane's rollout done somewhere else: takes turns, gives fragments.
 
-    owner     of the rollouts, from `work_for` on
+    policy    what acts, from `act_with` on: it is copied for lanes that begin
     states    of connectors, for lanes to take over; None: there are none
     """
 
-    owner: RolloutOwner
+    policy: Any
     does = "rollout"
 
     def __init__(self, env: Any, **options: Any) -> None:
         self.states: Any = None
         self._newest: Mapping[Any, tuple[int, Any]] = {}  # by the ids of their modules, packed
         self._publishing = threading.Lock()
+        self._states_of: dict[int, Sequence[Any]] = {}  # of the connectors of each lane, one for each pipeline
+        self._relay: LaneGates
         super().__init__(env, **options)
 
-    def work_for(self, owner: RolloutOwner) -> None:
-        """Have an owner, which is made for the spaces found here. Before it runs."""
-        self.owner = owner
+    def act_with(self, policy: Any, relay: LaneGates) -> None:
+        """Take what acts, which is made for the spaces found here, and the gates of the turns. Before it runs."""
+        self.policy, self._relay = policy, relay
+        for pipeline in policy.pipelines:
+            pipeline.refuse_edits_while_run_by(self, has_states=True)
+
+    @property
+    def is_running(self) -> bool:
+        """True if connectors elsewhere have states of their own."""
+        return self.is_started and not self.is_closed
 
     def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
         """Have lanes look back so many steps (H); they are where the environments are."""
@@ -101,7 +92,7 @@ class OffloadedRollouts(LaneSource):
 
     def _release(self) -> None:
         super()._release()
-        vars(self).pop("owner", None)  # which holds this node
+        vars(self).pop("_relay", None)  # which holds this node
 
     def broadcast(self, published: Published) -> None:
         """Have every lane use these weights, which are copied, from its next forward pass on.
@@ -138,6 +129,21 @@ class OffloadedRollouts(LaneSource):
         """Have the thread that the graph runs in look for new weights. From any thread."""
         raise NotImplementedError
 
+    def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
+        """Take in what a lane's connectors have learnt and logged; every lane goes on from the merged states."""
+        if "states" in message:
+            states, pipelines = self._states_of | {lane: message["states"]}, self.policy.pipelines
+            merged = [
+                pipeline.merge_states(list(each))
+                for pipeline, each in zip(pipelines, zip(*states.values(), strict=True), strict=True)
+            ]
+            for pipeline, state in zip(pipelines, merged, strict=True):
+                pipeline.take_over_state(state)
+            self._states_of = states  # not before: another host may have sent what can't be merged
+            self.hand_on([pipeline.get_state() for pipeline in pipelines])
+        if "metrics" in message:
+            self.policy.metrics.merge([message["metrics"]])
+
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
         raise NotImplementedError
@@ -173,11 +179,7 @@ class OffloadedRollouts(LaneSource):
 class OneAgentRollouts(Environments):
     """Environments of rollouts that are done elsewhere, with one agent each."""
 
-    owner: RolloutOwner
-
-    def steps_of(self, slots: int) -> int:
-        """The most transitions of a vector step of so many environments."""
-        return slots
+    policy: Any
 
     def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Fragment:
         """The fragment in a message of environments with this seed, which were lost before it, or not (None).
@@ -190,16 +192,13 @@ class OneAgentRollouts(Environments):
     @cached_property
     def _spaces(self) -> list[Any]:
         """Spaces that connectors may leave observations in."""
-        return [self.observation_space, *self.owner.policy.pipelines[0].observation_spaces]
+        return [self.observation_space, *self.policy.pipelines[0].observation_spaces]
 
 
 class AgentRollouts(AgentEnvironments):
     """Environments of rollouts that are done elsewhere, with several agents each; otherwise as `OneAgentRollouts`."""
 
-    owner: RolloutOwner
-
-    def steps_of(self, slots: int) -> int:
-        return slots * sum(len(part.agents) for part in self.parts)
+    policy: Any
 
     def fragment_in(
         self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True
@@ -211,7 +210,7 @@ class AgentRollouts(AgentEnvironments):
 
     @cached_property
     def _spaces(self) -> list[Any]:
-        return self.owner.policy.spaces_of(self.parts)  # type: ignore[no-any-return]
+        return self.policy.spaces_of(self.parts)  # type: ignore[no-any-return]
 
 
 class EmitterOutput(NamedTuple):

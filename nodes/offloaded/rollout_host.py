@@ -21,11 +21,11 @@ from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
-from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, OneReplica, Replica, SeveralReplica
+from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica
 from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
-from rollflow.nodes.stages.acting import acting_for, compile_options
-from rollflow.nodes.stages.agents_acting import agents_acting_for
+from rollflow.nodes.stages.acting import Acting, acting_for, compile_options
+from rollflow.nodes.stages.agents_acting import AgentsActing, agents_acting_for
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
@@ -444,15 +444,14 @@ class RolloutHost(Host):
         how: dict[str, Any] = {"flat": settings.flat, "threads": settings.threads, "compiled": self._compiled}
         if self._compiled is not None:
             how["flat"] = False
-        replica: Replica
+        acting: Acting | AgentsActing
         if self._has_several:
             options |= {"explore": settings.explore, "may_be_stateful": settings.lookback > 0, "acting": how}
-            several = agents_acting_for(env.parts, env, module=given, **options, **self._of_agents)
-            replica = SeveralReplica(several, dict.fromkeys(given, -1))
+            acting = agents_acting_for(env.parts, env, module=given, **options, **self._of_agents)
         else:
             spaces = env.single_observation_space, env.single_action_space
             acting = acting_for(env, spaces, module=given[DEFAULT_MODULE_ID], **options)
-            replica = OneReplica(acting.copy, -1, acting.env_to_module, acting.module_to_env)
+        replica = Replica(acting, dict.fromkeys(given, -1))
         settings.check_modules(replica.modules, self.name)
         settings.check_pieces(replica.named_pipelines, self.name)
         return replica, {"explore": settings.explore, **how}

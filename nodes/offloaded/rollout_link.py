@@ -145,7 +145,7 @@ class RolloutLink(LaneLink):
             self._failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
         else:
             self.status.failures = 0
-        self.node.owner.take_message(self.index, fields)
+        self.node.take_message(self.index, fields)
 
     # What is seen
 

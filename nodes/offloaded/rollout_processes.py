@@ -89,10 +89,10 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
             fragment_length=self.fragment_length,
             lookback=self.lookback,
             seed=seed_for(self.seed, "restart", starts) if starts else self.seed,
-            acting=self.owner.policy.how.pass_options,
+            acting=self.policy.how.pass_options,
             slot_seeds=tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         )
-        return self.owner.policy.replica(), plan
+        return Replica.of(self.policy.acting), plan
 
     # Inside
 

@@ -17,7 +17,6 @@ from rollflow.nodes.rollout.execution import AgentsPolicy
 from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
-from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLearner
 from rollflow.nodes.stages.connector_builders import lookback_for
 from rollflow.stream.data.errors import ModuleError
@@ -255,9 +254,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     def _make_lanes(self) -> None:
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
-        pipelines, seed = (*self._policy.pipelines, *learning), self.seed  # the lanes do not refer to this rollout
-        self.environments.make_lanes(
-            lookback_for(self._options.lookback, pipelines, stateful=self._modules.is_stateful),
-            self._modules,
-            lambda lane, acting: sampling_data(lane, seed, acting.seed_name),
-        )
+        pipelines = *self._policy.pipelines, *learning
+        lookback = lookback_for(self._options.lookback, pipelines, stateful=self._modules.is_stateful)
+        self._policy.acting.make_lanes(self.environments, lookback, self.seed)

@@ -23,7 +23,6 @@ from rollflow.nodes.rollout.execution import OnePolicy
 from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import ONE_AGENT
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
-from rollflow.nodes.stages.acting import seed_lane
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.fragments.fragment import Fragment
@@ -219,10 +218,9 @@ class Rollout(RolloutLoop[Fragment]):
             )
 
     def _make_lanes(self) -> None:
-        pipelines, stateful = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting.is_stateful
-        self.environments.make_lanes(lookback_for(self._options.lookback, pipelines, stateful=stateful))
-        for lane in self.environments.lanes:
-            seed_lane(lane, self.seed)
+        pipelines, acting = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting
+        lookback = lookback_for(self._options.lookback, pipelines, stateful=acting.is_stateful)
+        acting.make_lanes(self.environments, lookback, self.seed)
 
 
 class ReturnsCheck:

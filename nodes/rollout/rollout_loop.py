@@ -22,7 +22,7 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
-from rollflow.nodes.rollout.execution import ActingPolicy, execution_for
+from rollflow.nodes.rollout.execution import ActingPolicy, Execution
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import Places, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
@@ -89,7 +89,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 range(self.environments.num_lanes), lag, self.returns, acts.collector
             )
             self._ledger = Ledger()  # of fragments in a graph
-            self._execution = execution_for(self.environments, acts, options.num_fragments, self._ledger)
+            self._execution = Execution(self.environments, acts, options.num_fragments, self._ledger)
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
         self._credits = FragmentCredits(self.environments, self._rounds, options.prefetch, self._execution)
         self.hooks = self._rounds.hooks
@@ -142,7 +142,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def replica(self) -> Replica:
         """Copy of what acts, for another process."""
-        return self._policy.replica()  # type: ignore[no-any-return]
+        return Replica.of(self._policy.acting)
 
     def be_drawn_anew(self) -> None:
         """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.

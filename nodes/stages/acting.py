@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
@@ -14,10 +14,15 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Races
+from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.stages.connector_builders import acting_copy, module_for, pieces_given
+from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.stages.module_forward import ModuleForward
+from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.space import is_columnar, item_of
 from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.seeding import generator_for, seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -25,14 +30,16 @@ from rollflow.stream.multi_agent.agent_part import AgentPart
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Acting:
-    """A module as it acts in environments of one agent.
+    """A module as it acts in environments of one agent. A pickled one has the copy alone, with the weights loaded.
 
     module                          as it was given, or made: it is not changed by acting
     copy                            that acts, and that published weights alone change
     spaces                          of what the module sees, and of what it chooses
     env_to_module, module_to_env    default pipelines with the pieces given
+
+    weights                         of the copy, as they are published
     """
 
     module: Any
@@ -40,11 +47,60 @@ class Acting:
     spaces: tuple[gym.Space[Any], gym.Space[Any]]
     env_to_module: EnvToModulePipeline
     module_to_env: ModuleToEnvPipeline
+    weights: PolicyWeights = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = PolicyWeights(self.copy)
+
+    def __reduce__(self) -> Any:
+        return Acting, (self.copy, self.copy, self.spaces, self.env_to_module, self.module_to_env)
 
     @property
     def is_stateful(self) -> bool:
         """True if the module has a state from one step to the next."""
         return is_stateful(self.copy)
+
+    @property
+    def by_id(self) -> dict[Any, tuple[Any, PolicyWeights]]:
+        """Module id -> the copy that acts, and its weights as they are published."""
+        return {DEFAULT_MODULE_ID: (self.copy, self.weights)}
+
+    @property
+    def named_pipelines(self) -> list[tuple[str, Any]]:
+        """Every pipeline with its name in messages."""
+        return [("env_to_module", self.env_to_module), ("module_to_env", self.module_to_env)]
+
+    def make_lanes(self, environments: Any, lookback: int, seed: int, sequence: int = 0) -> None:
+        """Have environments make lanes that look back so many steps, with what the module samples with.
+
+        sequence    number of their first fragments
+        """
+        environments.make_lanes(lookback)
+        for lane in environments.lanes:
+            seed_lane(lane, seed)
+            lane.fragment.sequence = sequence
+
+    def set_spaces(self, environments: Any) -> None:
+        """Have environments record actions in the space of what the module chooses. Before their lanes are made."""
+        environments.set_chosen_space(self.spaces[1])
+
+    def stages(self, environments: Any, how: Mapping[str, Any], metrics: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
+        """The stages before the forward pass, of it, and behind it.
+
+        how         passes are done: what `ModuleForward` takes beside module and weights
+        metrics     what pieces log into
+        of_lanes    keywords of the first stage: which lanes come by, and who is told of them
+        """
+        context = {"module": self.copy, "explore": how["explore"], "metrics": metrics}
+        return (
+            EnvToModule(self.env_to_module, **context, **of_lanes),
+            ModuleForward(self.copy, self.weights, **how),
+            ModuleToEnv(self.module_to_env, env_space=environments.action_space, threads=how["threads"], **context),
+        )
+
+    def under_way(self, lane: Lane) -> int:
+        """Transitions that a lane's next vector step may end."""
+        return lane.layout.num_slots
 
 
 def acting_for(

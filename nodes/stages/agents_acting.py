@@ -8,16 +8,18 @@ import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.stages.acting import left_by
-from rollflow.nodes.stages.agent_stages import JointPieces
+from rollflow.nodes.modules.policy_weights import PolicyWeights
+from rollflow.nodes.stages.acting import left_by, sampling_data
+from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
 from rollflow.nodes.stages.connector_builders import pieces_given
 from rollflow.nodes.stages.module_set import ModuleSet
 from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 
 @dataclass(slots=True, eq=False)
 class AgentsActing:
-    """Modules that act, and their pipelines.
+    """Modules that act, and their pipelines, in environments of several agents each; see `Acting`.
 
     A pickled one has copies of the modules, with the weights that they have loaded.
 
@@ -58,6 +60,37 @@ class AgentsActing:
     def pipelines(self) -> list[Any]:
         """Every pipeline, that of the joint pieces first."""
         return [pipeline for _, pipeline in self.named_pipelines]
+
+    @property
+    def by_id(self) -> dict[Any, tuple[Any, PolicyWeights]]:
+        """Module id -> the copy that acts, and its weights as they are published."""
+        return {module_id: (each.module, each.weights) for module_id, each in self.modules.acting.items()}
+
+    def make_lanes(self, environments: Any, lookback: int, seed: int, sequence: int = 0) -> None:
+        """Have environments make lanes that look back so many agent steps, with what modules sample with."""
+        environments.make_lanes(
+            lookback, self.modules, lambda lane, acting: sampling_data(lane, seed, acting.seed_name)
+        )
+        for lane in environments.lanes:
+            lane.sequence = sequence
+            for part in lane.parts:
+                part.fragment.sequence = sequence
+
+    def set_spaces(self, environments: Any) -> None:
+        """Have environments record actions in the spaces of what modules choose. Before their lanes are made."""
+        environments.set_chosen_spaces(self.modules.chosen_spaces())
+
+    def stages(self, environments: Any, how: Mapping[str, Any], metrics: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
+        """The stages before the forward passes, of them, and behind them."""
+        return (
+            AgentsToModule(self.env_to_module, self.modules, joint=self.joint, metrics=metrics, **of_lanes),
+            AgentForward(self.modules),
+            ModuleToAgents(self.module_to_env, metrics=metrics, threads=how["threads"]),
+        )
+
+    def under_way(self, lane: MultiAgentLane) -> int:
+        """Transitions that a lane's next vector step may end."""
+        return lane.steps_under_way + sum(len(part.acting) for part in lane.parts)
 
     def __reduce__(self) -> Any:
         acting = self.modules.acting.items()
