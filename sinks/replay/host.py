@@ -1,9 +1,14 @@
 """Replay host: a replay that rollouts in other processes write into, and that trainers elsewhere sample from."""
 
 import logging
+import secrets
+import select
+import socket
 import ssl
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from math import inf
+from operator import itemgetter
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -11,23 +16,292 @@ from typing import Any, Self
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import numpy as np
 from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
+from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_number
-from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
+from rollflow.nodes.argument_checks import checked_number, is_whole
+from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.replay import Replay
-from rollflow.sinks.replay.sample_server import SampleServer
+from rollflow.sinks.replay.replay import Batch, Replay, Waiting
+from rollflow.sinks.replay.sampled_steps import IDS
+from rollflow.sinks.trainer.messages import arrays_of
 from rollflow.sinks.trainer.stream import Sources, TrainerStream
 from rollflow.stream import wire
-from rollflow.stream.data.errors import EnvError, ReplayError, RunError, error_text, shown
+from rollflow.stream.data.errors import EnvError, ReplayError, RunError, WireError, error_field, error_text, shown
+from rollflow.stream.data.system import require
 from rollflow.stream.graph.node import out_of_group
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.transport import check_server_tls
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
+from rollflow.stream.net.transport import check_server_tls, transport_for
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
+_TICK_S = 0.25
+_MOST_CLIENTS = 1024
+_MOST_STRANGERS = 256  # connections that have not proved themselves yet
+_WINDOW = 64  # queries that a sampler may have under way
+_MOST_WAIT_S = 1e6
+_REST = 1 << 14  # bytes of an answer besides its arrays, at most
+_POSITION_BITS = 40  # of an id; above them stands the number of the host that gave it
+
+
+@dataclass(slots=True, eq=False)
+class SamplerPeer(Peer[wire.ReplayConnection]):
+    """Connection of a sampler.
+
+    name       that the sampler gives itself
+    session    outlives its connections; None: it has not proved itself
+    lost_at    when the connection was lost; None: it is there
+    """
+
+    name: str = ""
+    session: wire.ServerSession | None = None
+    lost_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PendingQuery:
+    """Query of a sampler without an answer.
+
+    due     when it is over, as far as that is known
+    wait    None: it does not wait for the rate yet
+    """
+
+    session: wire.ServerSession
+    query: wire.Query
+    came_at: float
+    due: float = inf
+    wait: Waiting | None = None
+
+
+class SampleServer:
+    """Answers the queries of samplers. One that has proved itself may come back by another connection within its grace.
+
+        address     to listen on; with port 0, any that is free
+        stream      of the rollouts that write into the replay, and act with the weights that samplers publish
+        limits      of frames and times
+
+        address    with its port
+
+    An id is a step's position and a random number of this server: after a restart a position may be another step's, so
+    that priorities of earlier ids are passed over. Raises EnvError where the address can't be listened on.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        address: wire.Address,
+        stream: TrainerStream,
+        *,
+        secret: bytes | None,
+        tls: ssl.SSLContext | None,
+        limits: wire.Limits,
+    ) -> None:
+        require("a replay for other processes", (select, "epoll"))
+        self._replay, self._stream = replay, stream
+        self._secret, self._tls, self._limits = secret, tls, limits
+        self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
+        self._clients: dict[bytes, SamplerPeer] = {}  # newest connections, by the tokens of their sessions
+        self._sockets = listen_on(address)
+        self.address = address_of(self._sockets[0])
+        self._epoll = select.epoll()
+        self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
+        self._loop.listen(self._sockets)
+        self._queries: list[PendingQuery] = []
+
+    async def run(self) -> None:
+        """Serve until this is cancelled, then say goodbye."""
+        try:
+            while True:
+                now = monotonic()
+                self._loop.serve(self._loop.wait(0), now)
+                self._loop.tick(now)
+                self._forget_lost(now)
+                with anyio.move_on_after(min(_TICK_S, self._answer_queries(now))):
+                    await anyio.wait_readable(self._epoll.fileno())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Say goodbye, and close the sockets."""
+        for query in [*self._queries]:
+            self._end(query)
+        for peer in self._loop.peers:
+            peer.connection.goodbye("the replay host is closing")
+            self._loop.drop(peer)
+        self._loop.close()
+        self._epoll.close()
+        close_sockets(self._sockets)
+
+    # What the loop asks for
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> SamplerPeer:
+        """Peer of a socket with a sampler at its other end, which has to prove itself."""
+        connection = wire.ReplayConnection(secret=self._secret, limits=self._limits, now=now)
+        return SamplerPeer(transport_for(sock, connection, self._tls, dialled=None), connection, where)
+
+    def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:
+        """Take a message of a sampler. Raises WireError where there are too many of them."""
+        if isinstance(event, wire.Hello):
+            self._take_in(peer, event)
+        elif peer.session is None or self._peer_of(peer.session) is not peer:
+            pass
+        elif isinstance(event, wire.Goodbye):
+            self._loop.drop(peer)
+            self._forget(peer)
+        elif isinstance(event, wire.Query):
+            self._queries.append(PendingQuery(peer.session, event, now))
+
+    def fail(self, peer: SamplerPeer, error: Exception, now: float) -> None:
+        """Refuse a sampler that something has failed for; it may come back."""
+        reason = error_text(error)
+        peer.connection.refuse(error.code if isinstance(error, WireError) else "message", reason)
+        if peer.session is None:
+            level = refusal_level(peer.connection)
+            logger.log(level, "a connection from %s is refused: %s", peer.where, quoted(reason))
+        elif self._peer_of(peer.session) is peer and peer.lost_at is None:
+            peer.lost_at = now
+            logger.info("sampler %s at %s is lost: %s", quoted(peer.name), peer.where, quoted(reason))
+
+    # Samplers
+
+    def _take_in(self, peer: SamplerPeer, hello: wire.Hello) -> None:
+        """Take in a sampler that has proved itself: a new one, or one that comes back."""
+        older = self._clients.get(hello.session)
+        if older is None:
+            self._make_room()
+        session = wire.ServerSession(hello.session, _WINDOW) if older is None else older.session
+        assert session is not None
+        peer.connection.welcome(session)
+        peer.name, peer.session = hello.name, session
+        self._clients[hello.session] = peer
+        if older is not None:
+            self._loop.drop(older)
+
+    def _peer_of(self, session: wire.ServerSession) -> SamplerPeer | None:
+        """The newest connection of a session; None: it is known no longer."""
+        peer = self._clients.get(session.token)
+        return peer if peer is not None and peer.session is session else None
+
+    def _make_room(self) -> None:
+        if len(self._clients) < _MOST_CLIENTS:
+            return
+        lost = [(each.lost_at, each) for each in self._clients.values() if each.lost_at is not None]
+        if not lost:
+            raise WireError(f"{_MOST_CLIENTS} clients are served already, expected fewer", "busy")
+        self._forget(min(lost, key=itemgetter(0))[1])
+
+    def _forget_lost(self, now: float) -> None:
+        """Forget samplers that have had their time to come back."""
+        for peer in list(self._clients.values()):
+            if peer.lost_at is not None and now >= peer.lost_at + self._limits.grace_s:
+                self._forget(peer)
+
+    def _forget(self, peer: SamplerPeer) -> None:
+        assert peer.session is not None
+        del self._clients[peer.session.token]
+
+    # Queries
+
+    def _answer_queries(self, now: float) -> float:
+        """Answer the queries that have come, but for samples that the rate holds back; seconds until one is over."""
+        for each in [*self._queries]:
+            try:
+                answer = self._called(each, now)
+            except Exception as error:
+                answer = _refusal(each.query.number, error)
+            if answer is not None:
+                self._end(each)
+                self._answer(each.session, answer)
+        return max(0.0, min((each.due - now for each in self._queries), default=_TICK_S))
+
+    def _end(self, pending: PendingQuery) -> None:
+        self._queries.remove(pending)
+        if pending.wait is not None:
+            self._replay.turns.end_wait(pending.wait)
+
+    def _answer(self, session: wire.ServerSession, result: wire.Result) -> None:
+        if (peer := self._peer_of(session)) is None:
+            return
+        try:
+            try:
+                peer.connection.answer(result)
+            except WireError as error:
+                if error.code == "undelivered":
+                    raise
+                peer.connection.answer(_refusal(result.number, error))
+        except WireError as error:
+            self._loop.fail(peer, error, monotonic())
+        else:
+            self._loop.write(peer)
+
+    def _called(self, pending: PendingQuery, now: float) -> wire.Result | None:
+        """The answer to a query; None: it is to wait."""
+        query, columns, values = pending.query, {}, {}
+        module_id = query.values.get("module_id")
+        if module_id is not None and type(module_id) not in (str, int):
+            raise ReplayError(f"module_id is {shown(module_id)}, expected text, a whole number, or none")
+        if query.name == "sample":
+            if (batch := self._sample(pending, now)) is None:
+                return None
+            columns = arrays_of(batch)
+            for part in columns.values() if self._replay.module_ids else [columns]:
+                part[IDS] = part[IDS] + self._first_id
+        elif query.name == "update_priorities":
+            self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"), module_id)
+        elif query.name == "publish":
+            dtypes, others = query.values.get("dtypes", {}), query.values.get("others", {})
+            weights = from_arrays(Arrays(dict(query.arrays), dict(dtypes), dict(others)))
+            values = {"version": self._stream.publish(weights)}
+        else:
+            values = asdict(self._replay.report(module_id))
+        return wire.Result(query.number, columns, values, None)
+
+    def _sample(self, pending: PendingQuery, now: float) -> Batch | None:
+        """A batch, as soon as the rate lets it through; a sampler that is away gets none. None: it is to wait."""
+        replay, peer = self._replay, self._peer_of(pending.session)
+        count, wait_s = pending.query.values.get("count"), pending.query.values.get("wait_s", 0.0)
+        if count is not None and not (is_whole(count) and 1 <= count <= replay.capacity):
+            raise ReplayError(f"count is {shown(count)}, expected 1 to {replay.capacity}, the host's capacity")
+        if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
+            raise ReplayError(f"wait_s is {shown(wait_s)}, expected seconds, 0 or more")
+        if peer is None:
+            raise ReplayError("the sampler is gone")
+        is_away, may_sample = peer.lost_at is not None, replay.may_sample(count)
+        if (is_away or not may_sample) and now < pending.came_at + wait_s:
+            pending.due = pending.came_at + wait_s
+            if pending.wait is None:
+                pending.wait = replay.turns.begin_wait("sample", self._loop.wakeup.ring)
+            return None
+        if is_away:
+            raise ReplayError("the sampler was away")
+        try:
+            return replay.sample(count, max_bytes=peer.connection.peer_max_frame - _REST)
+        except ReplayError as error:
+            if may_sample:
+                raise
+            names = ", ".join(self._stream.sources) or "none is there"
+            raise ReplayError(f"{error}; rollouts that feed this host: {names}") from None
+
+    def _update_priorities(self, ids: NDArray[Any], values: NDArray[Any], module_id: Any) -> None:
+        if ids.shape == values.shape and ids.ndim == 1 and ids.dtype == np.int64:
+            is_ours = ids >> _POSITION_BITS == self._first_id >> _POSITION_BITS
+            ids, values = ids[is_ours] - self._first_id, values[is_ours]
+        self._replay.update_priorities(ids, values, module_id)
+
+
+def _array_of(query: wire.Query, name: str) -> NDArray[Any]:
+    if name not in query.arrays:
+        raise ReplayError(f"{query.name} has no {name}, expected ids and values")
+    return query.arrays[name]
+
+
+def _refusal(number: int, error: Exception) -> wire.Result:
+    return wire.Result(number, {}, {}, error_field(error))
 
 
 class ReplayHost:
@@ -136,27 +410,14 @@ class ReplayHost:
         """Serve with the stream open, until the host is to leave; write a last checkpoint."""
         try:
             server = SampleServer(
-                self.replay,
-                self.trainers,
-                secret=self._secret,
-                tls=self._tls,
-                limits=self._limits,
-                publish=self._stream.publish,
-                rollouts=lambda: self._stream.sources,
+                self.replay, self.trainers, self._stream, secret=self._secret, tls=self._tls, limits=self._limits
             )
         except EnvError as error:
             raise RunError(str(error)) from error
         self.rollouts, self.trainers = self._stream.address, server.address
-        self.replay.turns.enter_loop()
         leaving = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            for part in (
-                server.run,
-                self.replay.turns.relay,
-                self._insert_all,
-                self._save_again_and_again,
-                self._remind,
-            ):
+            for part in (server.run, self._insert_all, self._save_again_and_again, self._remind):
                 tasks.start_soon(part)
             task_status.started(leaving)
             await leaving.wait()

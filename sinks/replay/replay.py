@@ -6,13 +6,13 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -42,57 +42,59 @@ Parts = Sequence[tuple[ReplayTable, Fragment]]
 T = TypeVar("T")
 
 
+class Waiting(NamedTuple):
+    """A side that waits since a time of `monotonic`, and what has it look again, called with the lock held."""
+
+    side: Side
+    since: float
+    wake: Callable[[], object]
+
+
 class Turns:
-    """Lets threads, or tasks of one event loop, wait until their side may go on.
+    """Lets threads, and tasks of any event loop, wait until their side may go on.
 
     lock       held while anything is changed, or looked at
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._noted = threading.Condition(self.lock)
         self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
-        self._waiting: list[tuple[Side, float]] = []  # since when
-        self._changed: anyio.Event | None = None  # where tasks wait
-        self._loop_thread, self._bell = 0, Wakeup()  # rung by other threads than the event loop's
+        self._waiting: list[Waiting] = []
 
     @property
     def waiting(self) -> Side | None:
         """The side that waits now; None: neither does."""
-        return self._waiting[0][0] if self._waiting else None
+        return self._waiting[0].side if self._waiting else None
 
     def waited_s(self, side: Side) -> float:
         """Seconds for which a side has waited, until now."""
         now = monotonic()
-        return self._waited[side] + sum(now - began for each, began in self._waiting if each == side)
-
-    def enter_loop(self) -> None:
-        """Let tasks of this event loop wait, from now on; `relay` is one of them."""
-        self._changed, self._loop_thread = anyio.Event(), threading.get_ident()
-
-    async def relay(self) -> None:
-        """Have tasks look again whenever another thread has changed something; until this is cancelled."""
-        while True:
-            await anyio.wait_readable(self._bell.fileno())
-            self._bell.silence()
-            self.look_again()
+        return self._waited[side] + sum(now - each.since for each in self._waiting if each.side == side)
 
     def notify(self) -> None:
         """Have those that wait look again; in any thread. The lock is held."""
-        if self._waiting:
-            self._noted.notify_all()
-        if self._changed is None:
-            return
-        if self._loop_thread != threading.get_ident():
-            self._bell.ring()
-            return
-        self._changed.set()
-        self._changed = anyio.Event()
+        for each in self._waiting:
+            each.wake()
 
-    def look_again(self) -> None:
-        """Have those that wait look again. The lock is not held."""
+    def begin_wait(self, side: Side, wake: Callable[[], object]) -> Waiting:
+        """Have `wake` called at each change, from now on, and count the time."""
         with self.lock:
-            self.notify()
+            self._waiting.append(wait := Waiting(side, monotonic(), wake))
+        return wait
+
+    def end_wait(self, wait: Waiting) -> None:
+        """End a wait that has begun."""
+        with self.lock:
+            self._waiting.remove(wait)
+            self._waited[wait.side] += monotonic() - wait.since
+
+    @contextmanager
+    def _counted(self, side: Side, wake: Callable[[], object]) -> Iterator[None]:
+        wait = self.begin_wait(side, wake)
+        try:
+            yield
+        finally:
+            self.end_wait(wait)
 
     def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None, report: Callable[[], object]) -> T:
         """Wait, with the lock held, until a side may go on: what `admits` returned last.
@@ -105,34 +107,26 @@ class Turns:
         found = admits()
         if found or wait_s == 0.0:
             return found
-        patience = WaitReminder(wait_s)
-        with self._counted(side):
+        patience, noted = WaitReminder(wait_s), threading.Condition(self.lock)
+        with self._counted(side, noted.notify):
             while not found and not patience.is_over:
-                found = self._noted.wait_for(admits, patience.left)
+                found = noted.wait_for(admits, patience.left)
                 if not found and patience.is_long:
                     logger.warning("%s() waits for %.0f s: %s", side, patience.waited_s, report())
         return found
 
     async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
         """Wait in a task, without the lock, until a side may go on."""
-        while True:
-            with self.lock:
-                if admits():
-                    return
-                changed = self._changed
-            assert changed is not None
-            with self._counted(side):
-                await changed.wait()
+        if self._may_go_on(admits):
+            return
+        with closing(Wakeup()) as bell, self._counted(side, bell.ring):
+            while not self._may_go_on(admits):
+                await anyio.wait_readable(bell.fileno())
+                bell.silence()
 
-    @contextmanager
-    def _counted(self, side: Side) -> Iterator[None]:
-        wait = side, monotonic()
-        self._waiting.append(wait)
-        try:
-            yield
-        finally:
-            self._waiting.remove(wait)
-            self._waited[side] += monotonic() - wait[1]
+    def _may_go_on(self, admits: Callable[[], bool]) -> bool:
+        with self.lock:
+            return admits()
 
 
 @checking_constructor()
@@ -237,7 +231,7 @@ class Replay:
                 self.turns.notify()
 
     async def insert_in_loop(self, fragment: AnyFragment) -> None:
-        """Insert a fragment as soon as the rate lets it through; in an event loop that `turns` has entered."""
+        """Insert a fragment as soon as the rate lets it through; in a task of an event loop."""
         with self._lock:
             parts = self._announced(fragment)
         await self.turns.wait_in_loop("insert", lambda: _admit(parts))
@@ -327,7 +321,6 @@ class Replay:
         After the last fragment, sends what the rate still allows; without a rate, nothing more.
         """
         is_over = False
-        self.turns.enter_loop()
 
         async def insert_all() -> None:
             nonlocal is_over
@@ -347,8 +340,7 @@ class Replay:
 
         with out_of_group():
             async with anyio.create_task_group() as tasks:
-                for beside in (self.turns.relay, insert_all):
-                    tasks.start_soon(ending_quietly, beside)
+                tasks.start_soon(ending_quietly, insert_all)
                 await send_all()  # which ends behind the last insert
                 tasks.cancel_scope.cancel()
 

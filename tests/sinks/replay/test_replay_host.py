@@ -25,7 +25,7 @@ from replayed import client_of, serving
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
 from rollflow.sinks import Newest, Prioritized, ReplayClient, SamplesPerInsert
-from rollflow.sinks.replay.sample_server import SampleServer
+from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.observe.run_socket import FOLDER, snapshots
@@ -267,9 +267,9 @@ def test_a_client_whose_host_stands_still_says_so_in_the_log(
 ) -> None:
     called = SampleServer._called
 
-    async def stand_still(self: SampleServer, client: Any, query: Any) -> Any:
+    def stand_still(self: SampleServer, query: Any, now: float) -> Any:
         await_that(lambda: "has not answered yet" in caplog.text)
-        return await called(self, client, query)
+        return called(self, query, now)
 
     monkeypatch.setattr(SampleServer, "_called", stand_still)
     replay = Replay(64, sampler=Prioritized())
