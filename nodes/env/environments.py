@@ -133,11 +133,11 @@ def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
 
     Raises EnvError where the environment's actions are not recorded as they are.
     """
-    if not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.dicts[0]:
+    if not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.of_slots.get(0, ()):
         return
     if Columns.ACTIONS_FOR_ENV in lane.batch:
         raise EnvError(
             "an environment took another action than the module's, but a module-to-env piece changes actions on their "
             "way to it: which one is to be recorded is not known; expected no such piece"
         )
-    lane.replace_action(0, infos.dicts[0].pop(TAKEN_ACTION))
+    lane.replace_action(0, infos.of_slots[0].pop(TAKEN_ACTION))

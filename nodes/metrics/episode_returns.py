@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment
-from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 _NEVER: tuple[int, NDArray[np.float64]] = (-2, np.empty(0))  # the last fragment of a lane that has given none
 
@@ -159,10 +159,10 @@ class AgentReturns(EpisodeWindow):
         for part in fragments.parts:
             _add_chunks(sums, part, clock)
         ended: Counter[int] = Counter()
-        for end, env, is_truncated in clock.ends:
+        for end, env, is_truncated, is_lost in clock.ends:
             nth = ended[env]
             ended[env] += 1
-            if np.isnan(sums[env, nth]) or clock.was_lost(env, nth):
+            if np.isnan(sums[env, nth]) or is_lost:
                 continue
             key, total = (env, int(clock.numbers[env]) + nth), float(sums[env, nth])
             length = end - clock.start(env, nth)

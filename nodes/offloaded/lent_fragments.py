@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
-from rollflow.nodes.offloaded.fragment_message import described, index_of
+from rollflow.nodes.offloaded.fragment_message import described, message_of_lane
 from rollflow.stream import wire
 from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, root_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
@@ -65,8 +64,7 @@ class FragmentWriter:
         block = block_under(root)
         if block not in self.blocks:
             return None
-        rest = described(fragment) | {"space": index_of(fragment.observation_space, lane.observation_spaces)}
-        return self.blocks.index(block), root, {"rest": rest}
+        return self.blocks.index(block), root, {"rest": described(fragment, lane.observation_spaces)}
 
     def _placed(self, columns: Tree) -> tuple[int, NDArray[np.uint8], Plain]:
         """The block that arrays lie in, what keeps it from being written again, and the places in it.

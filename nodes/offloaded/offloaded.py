@@ -8,8 +8,7 @@ from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.modules.policy_weights import Weights
-from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
-from rollflow.nodes.offloaded.fragment_message import fragment_of
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import CuttingStage

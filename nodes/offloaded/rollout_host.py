@@ -19,7 +19,7 @@ from rollflow.nodes.env.remote.host_lane import description_of, made_lanes
 from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
-from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
+from rollflow.nodes.offloaded.fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica
 from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of

@@ -6,7 +6,7 @@ from typing import Any
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import Weights
-from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
+from rollflow.nodes.offloaded.fragment_message import PartSpaces, spaces_seen
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.rollout.options import RolloutOptions

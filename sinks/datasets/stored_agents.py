@@ -22,9 +22,9 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, FragmentLayout, Start
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 _STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"
 
@@ -311,24 +311,23 @@ class StoredAgents(MultiAgentFragment):
         first, last = int(np.searchsorted(block.stop, begin, "right")), int(np.searchsorted(block.start, end))
         store, episodes = block.store, block.episodes[first:last]
         started = int(block.start[first] - store.t_started[episodes[0]])
-        clock = EnvClock(begin, np.array([started]), np.zeros(1, np.int64))
+        ids = [*store.ids[episodes].tolist(), ""]  # one that begins with the last end has no step here
+        ends: list[tuple[int, int, bool, bool]] = []
         custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
-        environment = np.zeros(1, np.int64)
         for nth, (stop, episode) in enumerate(zip(block.stop[first:last].tolist(), episodes.tolist(), strict=True)):
             if stop <= end:
                 terminated, truncated = store.terminated[episode], store.truncated[episode]
-                clock.end(environment, stop, ~np.array([terminated]))
+                ends.append((stop, 0, not terminated, False))
                 is_cut = not terminated and not truncated
                 mark_end(custom_data, (0, nth), is_cut=is_cut, lost=store.lost.get(episode))
-        ids = [*store.ids[episodes].tolist(), ""]  # one that begins with the last end has no step here
+        clock = EnvClock(begin, np.array([started]), np.zeros(1, np.int64), lambda env, nth: str(ids[nth]), ends)
         super().__init__(
             0,
             sequence,
-            [_part(each, (first, last), (begin, end), lookback, sequence, ids) for each in block.modules],
+            [_part(each, (first, last), (begin, end), lookback, sequence, clock) for each in block.modules],
             num_envs=1,
             num_rows=end - begin,
             clock=clock,
-            episode_id=lambda env, number: str(ids[number]),
             custom_data=custom_data,
         )
         self.dataset: EnvEpisodes = store
@@ -340,12 +339,17 @@ class StoredAgents(MultiAgentFragment):
 
 
 def _part(
-    steps: ModuleSteps, places: tuple[int, int], rows: tuple[int, int], lookback: int, sequence: int, env_ids: list[str]
+    steps: ModuleSteps,
+    places: tuple[int, int],
+    rows: tuple[int, int],
+    lookback: int,
+    sequence: int,
+    env_clock: EnvClock,
 ) -> AgentFragment:
     """The steps of one module's agents that were made in some rows of a block.
 
-    places     environments' episodes in the block
-    env_ids    their ids
+    places       environments' episodes in the block
+    env_clock    of the environment
     """
     made, module = FragmentSteps(steps, *places, *rows, lookback), steps.module
     slots, which = len(module.agents), made.which
@@ -378,6 +382,7 @@ def _part(
         sequence,
         {name: Column(name, tree) for name, tree in trees.items()},
         part=AgentPart(module.agents, module.observation_space, module.action_space),
+        env_clock=env_clock,
         clock=clock,
         module_of=np.zeros((made.rows, slots), np.int16),
         episode_start=starts,
@@ -403,9 +408,6 @@ def _part(
         states = map_tree(lambda leaf: leaf[which[begins]], steps.initial)
         part.starts = [Start(made.start[begins], made.slot[begins], states)]
     keys = list(ids)
-    part.parents = {
-        key: env_ids[place - places[0]] for key, place in zip(keys, steps.place[which].tolist(), strict=True)
-    }
     part.waits, part.acts = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
     part.waits[made.slot[made.waits]] = part.acts[made.slot[made.acts]] = True
     for place in np.flatnonzero(made.is_over).tolist():

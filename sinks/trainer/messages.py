@@ -16,16 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
-from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
 from rollflow.nodes.offloaded.fragment_checks import MOST
-from rollflow.nodes.offloaded.fragment_message import message_of
+from rollflow.nodes.offloaded.fragment_message import PartSpaces, layout_entries, layout_in, message_of, spaces_seen
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.stream import wire
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ModuleError, WireError, shown
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import leaves_of, map_tree
-from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
+from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
 from rollflow.stream.wire.codec import field
@@ -37,18 +36,11 @@ Batch = dict[str, Any]
 ByModule = Mapping[str, Mapping[str, Any]]
 MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
 MOST_MODULES = 256  # that one batch tells of
-_LAYOUT = field.entries(
-    num_slots=field.whole(0, 1 << 20),
-    num_rows=field.whole(0, 1 << 24),
-    lookback=field.whole(0, 1 << 24),
-    resets_next_step=field.flag,
-    episodes=field.text(1 << 16),
-)
 
 
 def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
     """A fragment of a rollout, whose observations are in one of `spaces`; the columns are referred to."""
-    return message_of(number, fragment, spaces, {"layout": _entries_of(fragment.layout)})
+    return message_of(number, fragment, spaces, {"layout": layout_entries(fragment.layout)})
 
 
 def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:
@@ -56,22 +48,8 @@ def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayo
 
     before    that of the fragment before, which is given again where this is the same
     """
-    told = _LAYOUT(entries, "layout")
-    if before is not None and told == _entries_of(before):
-        return before
-    prefix = told.pop("episodes")
-    return FragmentLayout(**told, action_space=action_space, episode_id=EpisodeIds(prefix))
-
-
-def _entries_of(layout: FragmentLayout) -> dict[str, Any]:
-    assert isinstance(layout.episode_id, EpisodeIds)
-    return {
-        "num_slots": layout.num_slots,
-        "num_rows": layout.num_rows,
-        "lookback": layout.lookback,
-        "resets_next_step": layout.resets_next_step,
-        "episodes": layout.episode_id.prefix,
-    }
+    layout = layout_in(entries, action_space)
+    return before if before is not None and before == layout else layout
 
 
 def message_of_batch(

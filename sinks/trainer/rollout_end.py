@@ -10,7 +10,7 @@ import gymnasium as gym
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import shapes_of
-from rollflow.nodes.offloaded.agent_fragment_message import message_of_agents
+from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
@@ -184,7 +184,7 @@ class RolloutEnd:
         """A fragment as a message of this number; one of several agents tells of episodes that have ended in it."""
         if isinstance(fragment, MultiAgentFragment):
             self.seen(fragment)
-            return message_of_agents(number, fragment, self._spaces, {"episodes": self.seen.take_episodes()})
+            return message_of(number, fragment, self._spaces, {"episodes": self.seen.take_episodes()})
         return message_of_fragment(number, fragment, self._spaces)
 
     @property

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
-from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
-from rollflow.nodes.offloaded.fragment_message import fragment_of
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
 from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import (
     NO_EPISODES,

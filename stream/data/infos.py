@@ -12,21 +12,26 @@ from numpy.typing import NDArray
 
 
 class SlotInfos(Mapping[str, Any]):
-    """One info dict for each slot, a copy of the environment's; as a mapping it is empty. False if all dicts are."""
+    """One info dict for each slot, a copy of the environment's; as a mapping it is empty. False if all dicts are.
 
-    __slots__ = ("_of_slots",)
+    count       number of slots
+    of_slots    slot -> its dict, of slots with a dict that is not empty
+    """
 
-    def __init__(self, of_slots: Sequence[Mapping[str, Any]]) -> None:
-        self._of_slots: list[dict[str, Any]] = [copied(dict(info)) for info in of_slots]
+    __slots__ = ("count", "of_slots")
+
+    def __init__(self, infos: Sequence[Mapping[str, Any]] = (), count: int | None = None) -> None:
+        self.count = len(infos) if count is None else count
+        self.of_slots: dict[int, dict[str, Any]] = {slot: copied(dict(info)) for slot, info in enumerate(infos) if info}
 
     @property
     def dicts(self) -> list[dict[str, Any]]:
         """The dicts of all slots."""
-        return self._of_slots
+        return [self.of_slots.get(slot, {}) for slot in range(self.count)]
 
     def of(self, slot: int) -> dict[str, Any]:
         """A copy of one slot's dict."""
-        return dict(self._of_slots[slot])
+        return dict(self.of_slots.get(slot, {}))
 
     def __getitem__(self, key: str) -> Any:
         raise KeyError(key)
@@ -38,7 +43,7 @@ class SlotInfos(Mapping[str, Any]):
         return 0
 
     def __bool__(self) -> bool:
-        return any(self.dicts)
+        return any(self.of_slots.values())
 
 
 def copied(value: Any) -> Any:

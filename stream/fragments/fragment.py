@@ -115,6 +115,10 @@ class EpisodeIds:
         whole.update(b"%d/%d" % (slot, number))
         return str(whole.hexdigest())
 
+    def of_agents(self, part: int) -> "EpisodeIds":
+        """Ids of the episodes of one part's agents, where these are ids of environments' episodes."""
+        return EpisodeIds(f"{self.prefix}/agents/{part}")
+
     def __reduce__(self) -> Any:
         return EpisodeIds, (self.prefix,)
 

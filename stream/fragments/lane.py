@@ -221,6 +221,10 @@ class SlotLane:
         """The environments of slots, i64[K]."""
         return slots
 
+    def parent_of(self, slot: int) -> str | None:
+        """The id of the multi-agent episode that the episode of a slot is a part of; None: of none."""
+        return None
+
     def named(self, slots: Sequence[int]) -> str:
         """A text of some slots, for errors."""
         return f"slot {', '.join(map(str, slots))}"

@@ -34,7 +34,7 @@ class LiveEpisode(SingleAgentEpisode):
     def __init__(self, lane: "SlotLane", slot: int) -> None:
         # The constructor of the base class is not called: it would store data that are read from the lane here.
         self._lane, self._slot = lane, slot
-        self.agent_id = self.module_id = self.multi_agent_episode_id = None
+        self.agent_id = self.module_id = None
         self.lane, self.slot = lane.index, slot
         self.observations = _LiveObservations(lane, slot)
         self.infos = _LiveInfos(lane, slot)
@@ -45,6 +45,11 @@ class LiveEpisode(SingleAgentEpisode):
     def id_(self) -> str:  # type: ignore[override]
         """The id of the slot's current episode."""
         return self._lane.layout.episode_id(self._slot, self._lane.number_of(self._slot))
+
+    @property
+    def multi_agent_episode_id(self) -> str | None:
+        """The id of the environment's episode, of several agents."""
+        return self._lane.parent_of(self._slot)
 
     @property
     def custom_data(self) -> dict[Any, Any]:  # type: ignore[override]

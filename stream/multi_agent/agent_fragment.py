@@ -1,6 +1,7 @@
 """AgentFragment: the steps of one part's agents in a fragment of a multi-agent lane."""
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
@@ -11,7 +12,6 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.episodes.agent_step import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
@@ -19,21 +19,94 @@ from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
-class AgentInfos(SlotInfos):
-    """The infos of agent slots in one row, of slots that have any."""
+class EnvClock:
+    """Begins and ends of the episodes of N environments in one fragment, in vector steps since the first reset.
 
-    def __init__(self) -> None:
-        super().__init__(())
-        self.of_slots: dict[int, Mapping[str, Any]] = {}
+    first         vector step at which the fragment began
+    started       i64[N]  vector step at which the episode began that was going on then
+    numbers       i64[N]  number of episodes that the environment had before that one
+    episode_id    (environment, number of its episode) -> id of the multi-agent episode
+    ends          (vector step, environment, whether the episode was truncated, whether the environment was lost), in
+                  the order of time
+    losses        (vector step after which the environments were lost, reason)
+    """
 
-    @property
-    def dicts(self) -> list[dict[str, Any]]:
-        """The dicts in the order of their slots."""
-        return [dict(self.of_slots[slot]) for slot in sorted(self.of_slots)]
+    def __init__(
+        self,
+        first: int,
+        started: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        episode_id: Callable[[int, int], str],
+        ends: Sequence[tuple[int, int, bool, bool]] = (),
+        losses: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self.first, self.started, self.numbers, self.episode_id = first, started, numbers, episode_id
+        self.losses, self.ends = list(losses), list(ends)
+        self._ends_of: dict[int, list[tuple[int, bool]]] = {}  # of each environment: vector step, and if truncated
+        for end, env, is_truncated, _ in ends:
+            self._ends_of.setdefault(env, []).append((end, is_truncated))
 
-    def of(self, slot: int) -> dict[str, Any]:
-        """A copy of one slot's dict."""
-        return dict(self.of_slots.get(slot, {}))
+    def end(
+        self, envs: NDArray[np.int64], vector_step: int, truncated: NDArray[np.bool_], *, is_lost: bool = False
+    ) -> None:
+        """Record that episodes of `envs`, i64[E], ended with a vector step (`truncated`, bool[E]), and others began."""
+        for env, is_truncated in zip(envs.tolist(), truncated.tolist(), strict=True):
+            self.ends.append((vector_step, env, is_truncated, is_lost))
+            self._ends_of.setdefault(env, []).append((vector_step, is_truncated))
+
+    def lose(self, vector_step: int, reason: str) -> None:
+        """Record that all episodes ended with a vector step, since the environments were lost."""
+        envs = np.arange(len(self.numbers))
+        self.losses.append((vector_step, reason))
+        self.end(envs, vector_step, np.ones(len(envs), np.bool_), is_lost=True)
+
+    def nth(self, env: int, vector_step: int) -> int:
+        """Number of episodes of the environment that had ended in the fragment when a vector step began."""
+        return bisect_right(self._ends_of.get(env, ()), (vector_step, True))
+
+    def nth_of(self, envs: NDArray[np.int64], vector_steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`nth` of several environments, i64[K], at vector steps, i64[K]: i64[K]."""
+        ends = np.array(sorted((env, end) for end, env, *_ in self.ends), np.int64).reshape(-1, 2)
+        most = 1 + max(int(vector_steps.max(initial=0)), int(ends[:, 1].max(initial=0)))
+        ordered = ends[:, 0] * most + ends[:, 1]
+        before: NDArray[np.int64] = np.searchsorted(ordered, envs * most + vector_steps, side="right")
+        return before - np.searchsorted(ordered, envs * most)
+
+    def number(self, env: int, vector_step: int) -> int:
+        """The number of the episode that the environment was in at a vector step."""
+        return int(self.numbers[env]) + self.nth(env, vector_step)
+
+    def id_at(self, env: int, vector_step: int) -> str:
+        """The id of the episode that the environment was in at a vector step."""
+        return self.episode_id(env, self.number(env, vector_step))
+
+    def start(self, env: int, nth: int) -> int:
+        """The vector step at which an episode began."""
+        return self._ends_of[env][nth - 1][0] if nth else int(self.started[env])
+
+    def count(self, env: int) -> int:
+        """Number of episodes of the environment in the fragment, with the one that goes on at its end."""
+        return 1 + len(self._ends_of.get(env, ()))
+
+    def end_of(self, env: int, nth: int) -> tuple[int, bool] | None:
+        """The vector step that ended an episode, and whether it was truncated; None: it goes on."""
+        ends = self._ends_of.get(env, ())
+        return ends[nth] if nth < len(ends) else None
+
+    def begin_after_loss(self, reason: str) -> None:
+        """Put before the first vector step the episodes that were lost then."""
+        self.started, self.numbers = np.full_like(self.started, self.first), self.numbers - 1
+        self.losses.insert(0, (self.first, reason))
+        for env in reversed(range(len(self.numbers))):
+            self.ends.insert(0, (self.first, env, True, True))
+            self._ends_of.setdefault(env, []).insert(0, (self.first, True))
+
+    def next(self, vector_step: int) -> "EnvClock":
+        """The clock of the fragment that begins now."""
+        started, numbers = self.started.copy(), self.numbers.copy()
+        for end, env, *_ in self.ends:
+            started[env], numbers[env] = end, numbers[env] + 1
+        return EnvClock(vector_step, started, numbers, self.episode_id)
 
 
 class AgentFragment(Fragment):
@@ -54,7 +127,7 @@ class AgentFragment(Fragment):
         early        (vector step, slot, reward) of rewards that agents got before they had an observation in the
                      environment's episode, in the order of time. Those of agents that still had none at the beginning
                      of the fragment are there from the episode's beginning on
-        parents      (slot, number of its episode) -> id of the multi-agent episode
+        env_clock    begins and ends of the episodes of the environments
         outputs      module id -> extra outputs, name -> column: the outputs that all modules with the id have
                      alike. Columns of other modules have zeros in its rows. An output with another type than
                      one of the same name has a column of its own; `of_module` shows it under its name
@@ -63,14 +136,19 @@ class AgentFragment(Fragment):
     envs: NDArray[np.int64] | None = None  # i64[N]: of whole episodes, numbers in the lane of their environments
 
     def __init__(
-        self, *args: Any, part: AgentPart, clock: NDArray[np.int64], module_of: NDArray[np.int16], **options: Any
+        self,
+        *args: Any,
+        part: AgentPart,
+        env_clock: EnvClock,
+        clock: NDArray[np.int64],
+        module_of: NDArray[np.int16],
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.part, self.clock, self.module_of = part, clock, module_of
+        self.part, self.env_clock, self.clock, self.module_of = part, env_clock, clock, module_of
         rows, slots = self.first_row + self.num_rows, self.layout.num_slots
         self.ends: dict[tuple[int, int], int] = {}
         self.early: list[tuple[int, int, float]] = []
-        self.parents: Mapping[tuple[int, int], str] = {}
         self.module_ids: Sequence[Any] = ()
         self.outputs: Mapping[Any, Mapping[str, str]] = {}
         self.acts = self.waits = np.zeros(slots, np.bool_)
@@ -116,12 +194,8 @@ class AgentFragment(Fragment):
 
     def chunk(self, index: int) -> SingleAgentEpisode:
         """Chunk number `index` of `chunks`, as an episode with the ids of its agent, module and multi-agent episode."""
-        episode = super().chunk(index)
-        slot, number = int(self.chunks.slot[index]), int(self.chunks.number[index])
-        episode.agent_id = self.part.agents[slot % len(self.part.agents)]
-        episode.multi_agent_episode_id = self.parents[slot, number]
-        episode.module_id = self.module_ids[int(self.chunk_modules[index])]
-        return episode
+        row, slot = int(self.chunks.start[index]), int(self.chunks.slot[index])
+        return self._named_after(super().chunk(index), row, slot, self.module_ids[int(self.chunk_modules[index])])
 
     def rest_of(self, slot: int) -> SingleAgentEpisode:
         """The episode of a slot without a step here: its lookback, and its newest observation."""
@@ -132,7 +206,17 @@ class AgentFragment(Fragment):
         flags = {"terminated": False, "truncated": False, "t_started": t_started}
         module_id = self.module_ids[int(self.serves[slot])]
         view = self.of_module(module_id) if module_id in self.outputs else self
-        return view._episode(slot, number, stop, stop, lookback, **flags)
+        return self._named_after(view._episode(slot, number, stop, stop, lookback, **flags), stop, slot, module_id)
+
+    def parent_of(self, row: int, slot: int) -> str:
+        """The id of the multi-agent episode that the observation of a slot in a row is of."""
+        return self.env_clock.id_at(slot // len(self.part.agents), int(self.clock[row, slot]))
+
+    def _named_after(self, episode: SingleAgentEpisode, row: int, slot: int, module_id: Any) -> SingleAgentEpisode:
+        """The episode of a slot that has an observation in a row, with the ids of what it is a part of."""
+        episode.agent_id, episode.module_id = self.part.agents[slot % len(self.part.agents)], module_id
+        episode.multi_agent_episode_id = self.parent_of(row, slot)
+        return episode
 
     def action_in(self, row: int, slot: int) -> PendingAction:
         """The action and extra outputs of a slot in a row, trees of arrays `any[...]`, while no observation answers."""

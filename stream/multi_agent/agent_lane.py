@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.infos import copied
+from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree, stack_trees
 from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss
 from rollflow.stream.fragments.lane import LaneColumns, SlotLane, outputs_error
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, column_name, named_columns
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, column_name, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 
 Slots = NDArray[np.int64]
@@ -61,12 +61,12 @@ def mark_lost(
     return cut
 
 
-def _remove_infos(fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64]) -> AgentInfos:
+def _remove_infos(fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64]) -> SlotInfos:
     """Remove the infos of the newest observations from the fragment, and return them."""
-    taken = AgentInfos()
+    taken = SlotInfos(count=fragment.layout.num_slots)
     for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
         there = fragment.infos[row]
-        if isinstance(there, AgentInfos) and slot in there.of_slots:
+        if isinstance(there, SlotInfos) and slot in there.of_slots:
             taken.of_slots[slot] = there.of_slots.pop(slot)
     return taken
 
@@ -80,7 +80,6 @@ class AgentLane(SlotLane):
     module               i16[S] place of the module that serves each slot, or served it last
     module_ids           ids of the lane's modules, by place
     first_env            number of the lane's first environment
-    parents              (slot, number of its episode) -> id of the multi-agent episode
     acting               i64[K] ascending: slots whose newest observation needs an action
     lives                bool[S] whether the slot has an episode
     waits                bool[S] whether the slot has acted and has no observation since
@@ -90,7 +89,7 @@ class AgentLane(SlotLane):
 
     fragment: AgentFragment
 
-    def __init__(self, index: int, layout: FragmentLayout, part: AgentPart) -> None:
+    def __init__(self, index: int, layout: FragmentLayout, part: AgentPart, clock: EnvClock) -> None:
         super().__init__(index, layout, part.observation_space, LaneColumns(layout, None))
         self.part = part
         slots = layout.num_slots
@@ -98,11 +97,10 @@ class AgentLane(SlotLane):
         self.module = np.zeros(slots, np.int16)
         self.module_ids: Sequence[Any] = ()
         self.first_env = 0
-        self.parents: dict[tuple[int, int], str] = {}
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
-        self.fragment = self._fragment(0, self.columns.first(self.observation_space))
+        self.fragment = self._fragment(0, self.columns.first(self.observation_space), clock)
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
         self.shown: LaneEpisodes | None = None
@@ -197,11 +195,8 @@ class AgentLane(SlotLane):
         begun, self._begun = self._begun, []
         return np.concatenate(begun) if begun else self.everyone[:0]
 
-    def assign(self, slots: Slots, modules: Slots, parents: Sequence[str]) -> None:
-        """Set the modules, i16[K], that serve slots, i64[K], and the ids of their multi-agent episodes."""
-        self.parents.update(
-            zip(zip(slots.tolist(), self.episode_number[slots].tolist(), strict=True), parents, strict=True)
-        )
+    def assign(self, slots: Slots, modules: Slots) -> None:
+        """Set the modules, i16[K], that serve slots, i64[K]."""
         changed = (self.module[slots] != modules) | ~self._is_assigned[slots]
         if changed.any():
             slots, modules, self._groups = slots[changed], modules[changed], None
@@ -253,6 +248,9 @@ class AgentLane(SlotLane):
         envs: Slots = slots // len(self.part.agents)
         return envs
 
+    def parent_of(self, slot: int) -> str:
+        return self.fragment.parent_of(max(0, self.start_of(slot)), slot)
+
     def named(self, slots: Sequence[int]) -> str:
         return "; ".join(map(self._named, slots))
 
@@ -261,7 +259,6 @@ class AgentLane(SlotLane):
         made.slot, place = divmod(slot, len(self.part.agents))
         made.agent_id = self.part.agents[place]
         made.module_id = self.module_ids[module] if module < len(self.module_ids) else None
-        made.multi_agent_episode_id = self.parents.get((slot, self.number_of(slot)))
         return made
 
     def show(self, slots: Slots) -> LaneEpisodes:
@@ -313,13 +310,10 @@ class AgentLane(SlotLane):
         super().commit_ended()
         self.shown = None
 
-    def cut(self, started: NDArray[np.int64]) -> AgentFragment:
-        """Return the fragment, read-only, and begin the next one with the last H steps of every slot.
-
-        started    i64[N]  vector steps at which the environments' ongoing episodes began
-        """
+    def cut(self, clock: EnvClock) -> AgentFragment:
+        """Return the fragment, read-only, and begin the next one, with a clock and the last H steps of every slot."""
         old, lookback = self.fragment, self.layout.lookback
-        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=self.raw is None))
+        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=self.raw is None), clock)
         # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
         rows = self.at + np.arange(-lookback, 1)[:, None]
         for name, column in new.columns.items():
@@ -329,8 +323,6 @@ class AgentLane(SlotLane):
         self.episode_start -= self.at - lookback
         new.episode_start[:] = self.episode_start
         self._copy_infos(old, new)
-        old.parents, number = self.parents, self.episode_number.tolist()
-        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
         self._hand_on(new, self.at)
@@ -339,7 +331,7 @@ class AgentLane(SlotLane):
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
         if old.early:
-            self.fragment.early = self._early_so_far(old.early, started)
+            self.fragment.early = self._early_so_far(old.early, clock.started)
         return old
 
     def forget(self, module: int) -> None:
@@ -443,7 +435,8 @@ class AgentLane(SlotLane):
         """
         if len(came):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
-            self.ended = EndedEpisodes(self, came, observations, self.at[came] - 1, starts, numbers, AgentInfos())
+            infos = SlotInfos(count=self.layout.num_slots)
+            self.ended = EndedEpisodes(self, came, observations, self.at[came] - 1, starts, numbers, infos)
             self.ended.settle(self.observation_spaces[0])
         rows = self.at[slots] - 1
         self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))
@@ -451,7 +444,7 @@ class AgentLane(SlotLane):
         for row in np.unique(rows[is_without]).tolist():
             alike = slots[is_without & (rows == row)]
             before = self.fragment.columns[Columns.OBS].items(np.full_like(alike, row), alike)
-            self.fragment.finals.append(Final(row, alike, before, AgentInfos()))
+            self.fragment.finals.append(Final(row, alike, before, {}))
         self.episode_number[slots] += 1
         self.lives[slots] = False
 
@@ -547,7 +540,7 @@ class AgentLane(SlotLane):
             }
         return by_id
 
-    def _fragment(self, sequence: int, columns: dict[str, Column]) -> AgentFragment:
+    def _fragment(self, sequence: int, columns: dict[str, Column], clock: EnvClock) -> AgentFragment:
         rows, slots = self.layout.lookback + self.layout.num_rows, self.layout.num_slots
         return AgentFragment(
             self.layout,
@@ -555,22 +548,23 @@ class AgentLane(SlotLane):
             sequence,
             columns,
             part=self.part,
+            env_clock=clock,
             clock=np.zeros((rows + 1, slots), np.int64),
             module_of=np.zeros((rows, slots), np.int16),
             episode_start=self.episode_start.copy(),
             episode_number=self.episode_number.copy(),
         )
 
-    def _infos_in(self, fragment: AgentFragment, row: int) -> AgentInfos:
+    def _infos_in(self, fragment: AgentFragment, row: int) -> SlotInfos:
         there = fragment.infos[row]
-        if not isinstance(there, AgentInfos):
-            there = fragment.infos[row] = AgentInfos()
+        if not isinstance(there, SlotInfos):
+            there = fragment.infos[row] = SlotInfos(count=self.layout.num_slots)
         return there
 
     def _copy_infos(self, old: AgentFragment, new: AgentFragment) -> None:
         moved = self.at - self.layout.lookback
         for row, infos in enumerate(old.infos):
-            if isinstance(infos, AgentInfos):
+            if isinstance(infos, SlotInfos):
                 for slot, info in infos.of_slots.items():
                     to = row - int(moved[slot])
                     if 0 <= to <= self.layout.lookback:

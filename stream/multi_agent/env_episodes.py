@@ -10,9 +10,9 @@ from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
 
 if TYPE_CHECKING:
-    from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+    from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
     from rollflow.stream.multi_agent.agent_lane import AgentLane
-    from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+    from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 E = TypeVar("E", bound=MultiAgentEpisode)
@@ -39,7 +39,7 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> MultiA
         for part in fragment.parts
         for agent, timeline in _sealed_timelines(fragment, part, env, nth, started, stop)
     }
-    episode = _made(MultiAgentEpisode, fragment.episode_id(*key), fragment.parts, clock, env, nth, stop, timelines)
+    episode = _made(MultiAgentEpisode, fragment.parts, clock, env, nth, stop, timelines)
     episode.custom_data.update(fragment.custom_data.get(key, {}))
     episode.lane, episode.slot = fragment.lane, fragment.env_slot(env)
     return episode
@@ -56,7 +56,7 @@ def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMu
         for agent, timeline in _live_timelines(part, env, started, now, has_ended=has_ended)
     }
     parts = [part.fragment for part in lane.parts]
-    episode = _made(LiveMultiAgentEpisode, lane.episode_ids(*key), parts, clock, env, nth, now, timelines)
+    episode = _made(LiveMultiAgentEpisode, parts, clock, env, nth, now, timelines)
     episode.custom_data = lane.custom_data.setdefault(key, {})
     episode.lane = lane.index
     return episode
@@ -82,7 +82,6 @@ def _awaited(
 
 def _made(
     kind: type[E],
-    id_: str,
     parts: Sequence["AgentFragment"],
     clock: "EnvClock",
     env: int,
@@ -99,7 +98,7 @@ def _made(
     begin = max(clock.first, started) - started
     oldest = min((timeline.observed_at[0] for timeline in timelines.values()), default=begin)
     episode = kind(
-        id_,
+        clock.episode_id(env, int(clock.numbers[env]) + nth),
         observation_space={agent: part.observation_space for agent, part in of_agents},
         action_space={agent: part.recorded_space for agent, part in of_agents},
         env_t_started=begin,
@@ -112,8 +111,6 @@ def _made(
     end = clock.end_of(env, nth)
     if end is not None:
         episode.is_truncated, episode.is_terminated = end[1], not end[1]
-    for timeline in timelines.values():
-        timeline.episode.multi_agent_episode_id = id_
     return episode
 
 
@@ -184,7 +181,6 @@ def _on_episode_clock(
     """The agent's id, and its timeline on the episode's own clock, with the action that waits for an observation."""
     agent = part.part.agents[slot % len(part.part.agents)]
     timeline.observed_at = [step - started for step in timeline.observed_at]
-    timeline.episode.agent_id, timeline.episode.module_id = agent, module_id
     if part.waits[slot] and not timeline.episode.is_done:
         timeline.pending = part.of_module(module_id).action_in(int(part.stops[slot]), slot)
         timeline.received = {stop - started - 1: np.float32(part.received[slot])}

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
+from rollflow.stream.multi_agent.agent_fragment import EnvClock
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, VectorStep
-from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 Infos = Mapping[Any, Mapping[str, Any]]
 
@@ -72,8 +73,8 @@ class MultiAgentLane:
             agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)
         }
         self.episode_ids = EpisodeIds(name)
-        self.clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64))
-        self.parts = [self._part(i, part, name) for i, part in enumerate(parts)]
+        self.clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64), self.episode_ids)
+        self.parts = [self._part(i, part) for i, part in enumerate(parts)]
         self.sequence = 0
 
     @property
@@ -158,7 +159,7 @@ class MultiAgentLane:
         custom_data, going = copy.deepcopy(self.custom_data), set(enumerate(self.clock.numbers.tolist()))
         self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
         self.sequence += 1
-        parts = [lane.cut(self.clock.started) for lane in self.parts]
+        parts = [lane.cut(self.clock) for lane in self.parts]
         self._drop_removed()
         return MultiAgentFragment(
             self.index,
@@ -168,7 +169,6 @@ class MultiAgentLane:
             num_rows=self.vector_steps - clock.first,
             clock=clock,
             custom_data=custom_data,
-            episode_id=self.episode_ids,
         )
 
     def leave(self) -> MultiAgentFragment:
@@ -188,16 +188,16 @@ class MultiAgentLane:
 
     # Inside
 
-    def _part(self, index: int, part: AgentPart, name: str) -> AgentLane:
+    def _part(self, index: int, part: AgentPart) -> AgentLane:
         layout = FragmentLayout(
             num_slots=self.num_envs * len(part.agents),
             num_rows=self.num_rows,
             lookback=self.lookback,
             action_space=part.recorded_space,
             resets_next_step=False,
-            episode_id=EpisodeIds(f"{name}/agents/{index}"),
+            episode_id=self.episode_ids.of_agents(index),
         )
-        lane = AgentLane(self.index, layout, part)
+        lane = AgentLane(self.index, layout, part, self.clock)
         lane.module_ids, lane.first_env = self.module_ids, self._first_env
         return lane
 
@@ -221,7 +221,7 @@ class MultiAgentLane:
             modules = np.array([self._module_for(lane, slot, ids) for slot in slots[first].tolist()])[each]
         else:
             modules = np.array([self._module_for(lane, slot, ids) for slot in slots.tolist()])
-        lane.assign(slots, modules, [ids[env] for env in envs.tolist()])
+        lane.assign(slots, modules)
 
     def _module_for(self, lane: AgentLane, slot: int, episode_ids: Mapping[int, str]) -> int:
         """Place of the module that serves a slot from now on."""

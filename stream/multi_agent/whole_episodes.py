@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.infos import info_of
+from rollflow.stream.data.infos import SlotInfos, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, kind_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.episode_collector import EnvChunk, EpisodeCollector, OpenEpisode, part_of
 from rollflow.stream.fragments.fragment import RECORDED, FragmentLayout, Start
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, ModuleFragment, column_name
-from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, ModuleFragment, column_name
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 _Chunks = list[tuple[int, ModuleFragment, int]]
 """Chunks of agents in one environment's episode: the number of their part, and the fragment and index in it."""
@@ -30,18 +30,17 @@ class WholeMultiAgentEpisodes(MultiAgentFragment):
     """
 
     def __init__(self, last: MultiAgentFragment, episodes: Sequence["OpenEnvEpisode"]) -> None:
-        clock = EnvClock(0, np.zeros(len(episodes), np.int64), np.zeros(len(episodes), np.int64))
-        for env in sorted(range(len(episodes)), key=lambda env: episodes[env].t):
-            clock.end(np.array([env]), episodes[env].t, np.array([episodes[env].is_truncated]))
+        none, ids = np.zeros(len(episodes), np.int64), [episode.id_ for episode in episodes]
+        ends = sorted((episode.t, env, episode.is_truncated, False) for env, episode in enumerate(episodes))
+        clock = EnvClock(0, none, none, partial(_id_of, ids), ends)
         self._envs = np.array([episode.env for episode in episodes], np.int64)
         super().__init__(
             last.lane,
             last.sequence,
-            [_whole_part(index, part, episodes) for index, part in enumerate(last.parts)],
+            [_whole_part(index, part, episodes, clock) for index, part in enumerate(last.parts)],
             num_envs=len(episodes),
             num_rows=max(episode.t for episode in episodes),
             clock=clock,
-            episode_id=partial(_id_of, [episode.id_ for episode in episodes]),
             custom_data={(env, 0): episode.custom_data for env, episode in enumerate(episodes)},
         )
         for part in self.parts:
@@ -190,7 +189,7 @@ def _add_chunks(
         episode.is_truncated = end[1]
 
 
-def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEnvEpisode]) -> AgentFragment:
+def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEnvEpisode], clock: EnvClock) -> AgentFragment:
     """The agents of one part in whole episodes, each of which is an environment."""
     num_agents = len(last.part.agents)
     agents = {
@@ -221,13 +220,15 @@ def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEnvEpis
         last.sequence,
         columns,
         part=last.part,
+        env_clock=clock,
         clock=np.zeros((num_rows + 1, num_slots), np.int64),
         module_of=np.zeros((num_rows, num_slots), np.int16),
         episode_start=np.zeros(num_slots, np.int64),
         episode_number=np.zeros(num_slots, np.int64),
     )
     whole.observation_space, whole.module_ids, whole.outputs = last.observation_space, module_ids, outputs
-    whole.infos = [AgentInfos() for _ in whole.infos]
+    infos_of_rows = [SlotInfos(count=num_slots) for _ in whole.infos]
+    whole.infos = list(infos_of_rows)
     for slot, agent in agents.items():
         steps, times = agent.num_steps, np.concatenate([*(each[:-1] for each in agent.times), agent.times[-1][-1:]])
         whole.clock[: steps + 1, slot] = times
@@ -240,8 +241,7 @@ def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEnvEpis
         seen = [info for part in agent.parts for info in part.infos]
         for row, infos in enumerate([*seen, agent.parts[-1].last_infos]):
             if infos and (info := info_of(infos, 0)):
-                whole.infos[row].of_slots[slot] = info  # type: ignore[attr-defined]
-    whole.parents = {(slot, 0): episodes[slot // num_agents].id_ for slot in agents}
+                infos_of_rows[row].of_slots[slot] = info
     whole.early = sorted(
         (step, env * num_agents + place, reward)
         for env, episode in enumerate(episodes)

@@ -137,8 +137,8 @@ def check_numbers(tree: Tree, slots: Sequence[int], where: str, what: str = "slo
 def check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:
     """Raise WireError where vector infos can't be split by slots."""
     if isinstance(infos, SlotInfos):
-        if len(infos.dicts) != slots:
-            raise WireError(f"{where} of {len(infos.dicts)} slots, expected {slots}", "rows")
+        if infos.count != slots:
+            raise WireError(f"{where} of {infos.count} slots, expected {slots}", "rows")
         return
     for key, value in infos.items():
         if type(key) is not str:

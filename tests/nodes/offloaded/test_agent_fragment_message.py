@@ -12,7 +12,7 @@ from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message, message_of_agents
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, message_of
 from rollflow.sinks.trainer.messages import AgentsDescription
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -45,14 +45,14 @@ def message_here() -> tuple[Fragment, AgentsDescription]:
     """A message with ends, agents that wait and infos, as it comes."""
     description = description_of(DRAWN)
     fragment = next(each for each in fragments_of(DRAWN) if each.clock.ends and each.parts[1].waits.any())
-    return behind_the_wire(message_of_agents(1, fragment, description.parts, {})), description
+    return behind_the_wire(message_of(1, fragment, description.parts, {})), description
 
 
 @settings(max_examples=examples(20), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_settings)
 def test_a_fragment_is_the_same(drawn: Drawn) -> None:
     parts, here = description_of(drawn).parts, fragments_of(drawn)
-    messages = [behind_the_wire(message_of_agents(1, fragment, parts, {})) for fragment in here]
+    messages = [behind_the_wire(message_of(1, fragment, parts, {})) for fragment in here]
     there = [agents_of_message(message, parts) for message in messages]
     assert_alike(there, here)
     for mine, theirs in zip(here, there, strict=True):
@@ -70,12 +70,11 @@ def test_lost_environments_are_known_behind_the_wire() -> None:
         lane.lose("a crash")
         here = lane.cut()
     parts = description_of(DRAWN).parts
-    there = agents_of_message(behind_the_wire(message_of_agents(1, here, parts, {})), parts)
+    there = agents_of_message(behind_the_wire(message_of(1, here, parts, {})), parts)
     assert there.losses == here.losses
     assert there.losses[0][1] == "a crash"
-    for env in range(here.num_envs):
-        for nth in range(here.clock.count(env)):
-            assert there.clock.was_lost(env, nth) == here.clock.was_lost(env, nth)
+    assert there.clock.ends == here.clock.ends
+    assert all(is_lost for *_, is_lost in here.clock.ends)
     assert_alike([there], [here])
 
 
@@ -87,7 +86,7 @@ def test_environments_that_were_lost_before_the_first_step_are_known_behind_the_
     here.begin_after_loss("a crash")
     assert here.clock.numbers.tolist() == [-1] * here.num_envs
     parts = description_of(DRAWN).parts
-    message = behind_the_wire(message_of_agents(1, here, parts, {}))
+    message = behind_the_wire(message_of(1, here, parts, {}))
     there = agents_of_message(message, parts)
     assert there.losses == here.losses == [(here.clock.first, "a crash")]
     assert_alike([there], [here])
@@ -154,20 +153,19 @@ def test_whatever_is_told_is_refused_or_can_be_read(data: st.DataObject) -> None
     ("path", "new", "told"),
     [
         (("num_rows",), 7, r"num_rows is 7, expected a whole number from 0 to 6"),
-        (("layout", "num_envs"), 3, r"started is .*, expected int64\[3\]"),
+        (("layout", "num_slots"), 3, r"started is .*, expected int64\[3\]"),
         (("layout",), None, "layout is None, expected a map"),
         (("parts",), [], r"rest.parts is \[\], expected a list of 2 parts"),
         (("losses",), [[13, "gone"]], "losses: step|losses are .*, expected only those that ended episodes"),
         (("parts", 0, "waits"), np.ones(3, np.bool_), r"waits is .*, expected bool\[2\]"),
-        (("parts", 0, "parents"), np.zeros((0, 3), np.int64), "parents or ends of some chunks are missing"),
+        (("parts", 0, "ends"), np.zeros((0, 3), np.int64), "ends of some chunks are missing"),
         (("parts", 1, "outputs"), {}, r"modules \[.*\] acted, expected some of \[\]"),
     ],
 )
 def test_what_is_wrong_is_told(path: Path, new: Any, told: str) -> None:
     message, description = message_here()
-    rest: Any = message.rest if path[0] in message.rest else {**message.rest, path[0]: None}
     with pytest.raises(WireError, match=told):
-        agents_of_message(replace(message, rest=changed(rest, path, new)), description.parts)
+        agents_of_message(replace(message, rest=changed(message.rest, path, new)), description.parts)
 
 
 @pytest.mark.parametrize(
