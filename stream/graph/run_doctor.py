@@ -1,15 +1,16 @@
 """Doctors of runs: what watches them, traces them and shows them; and that of a run on an event loop."""
 
 import abc
+import logging
 import select
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from threading import RLock
+from threading import Event, RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import anyio
@@ -24,14 +25,16 @@ from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.run_socket import RunSocket
-from rollflow.stream.observe.stacks import is_debugged_now, stack_lines, stack_of_thread
+from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now, stack_lines, stack_of_thread
 from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
 from rollflow.stream.observe.waits import Look, Sign, Wait
-from rollflow.stream.observe.watch import StallRules, StallThread
+from rollflow.stream.observe.watch import StallRules, StallWatch
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.run import Run
 
+
+logger = logging.getLogger("rollflow.doctor")
 
 _LOOKS = 3  # that find no sign of life: one alone may come late itself
 _REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyio.to_thread.run_sync"
@@ -160,20 +163,30 @@ class Doctor(abc.ABC):
     ) -> None:
         self._counters, self._rules, self._trace_to = counters, rules, trace_to
         self.is_over = False
-        self._watcher = StallThread(self, rules, self.end_stalled)
+        self._watch = StallWatch(weakref.proxy(self), rules)
+        self._stopping = Event()
+        self._thread: Thread | None = None
+        self._answering = ExitStack()
         self._tracing = Tracing(counters)
         self._socket = RunSocket(snapshot, self._tracing.serve)
 
     def start(self) -> None:
         """Begin. Raises OSError where the trace can't be written."""
         self._tracing.begin(self._trace_to)
-        self._watcher.start()
+        if self._rules.after is not None and not self._stopping.is_set():
+            self._answering.enter_context(answering_dumps())
+            arguments = weakref.ref(self), self._watch, self._rules, self._stopping
+            self._thread = Thread(target=_watch_run, args=arguments, name="rollflow doctor", daemon=True)
+            self._thread.start()
         self._socket.start()
 
     def stop(self) -> None:
-        """Watch no more; again does nothing."""
+        """Watch no more, and answer no signal of `rollflow doctor`; again does nothing. From any thread."""
         self._socket.stop()
-        self._watcher.stop()
+        self._stopping.set()
+        if self._thread is not None and self._thread is not current_thread():
+            self._thread.join(1.0)
+        self._answering.close()
         self._tracing.end()
         self.is_over = True
 
@@ -183,7 +196,7 @@ class Doctor(abc.ABC):
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now."""
-        return self._watcher.diagnose()
+        return self._watch.diagnose()
 
     @abc.abstractmethod
     def look(self) -> Look | None:
@@ -196,6 +209,26 @@ class Doctor(abc.ABC):
     @abc.abstractmethod
     def end_stalled(self, error: StallError) -> None:
         """Have the run end with this error, as soon as it can. From any thread."""
+
+
+def _watch_run(doctor: "weakref.ref[Doctor]", watch: StallWatch, rules: StallRules, stopping: Event) -> None:
+    """Log what a run's watch finds, until the doctor stops or is gone."""
+    while not stopping.wait(rules.look_s) and doctor() is not None:
+        try:
+            texts, stall = watch.look()
+        except ReferenceError:  # the run is gone
+            break
+        except Exception:  # the run goes on without its doctor
+            logger.exception("the stall doctor has failed, and looks no more")
+            return
+        for text in texts:
+            logger.warning("%s", text)
+        own = doctor()
+        if stall is not None and rules.on_stall == "raise" and own is not None:
+            own.end_stalled(StallError(str(stall)).see("stall"))
+        del own
+    for text in watch.finish():
+        logger.warning("%s", text)
 
 
 class RunDoctor(Doctor):

@@ -1,19 +1,14 @@
-"""Stall watch: the rules for when a wait is a stall, and the thread that looks at a run and says so."""
+"""Stall watch: the rules for when a wait is a stall, and what follows a run by looks and says so."""
 
-import logging
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
 from typing import Any, Literal
 
-from rollflow.stream.data.errors import StallError
 from rollflow.stream.observe.diagnosis import Diagnosis, diagnosed
 from rollflow.stream.observe.machine_checks import MachineChecks
-from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now
+from rollflow.stream.observe.stacks import is_debugged_now
 from rollflow.stream.observe.waits import Look, Probe, Sign, Wait, Way, way_from
 
 OnStall = Literal["log", "raise"]
@@ -279,70 +274,3 @@ def _due(times: int) -> float:
     if times <= len(AGAIN_S):
         return AGAIN_S[times - 1]
     return AGAIN_S[-1] * (times - len(AGAIN_S) + 1)
-
-
-logger = logging.getLogger("rollflow.doctor")
-
-
-class StallThread:
-    """Looks at a run from a daemon thread, and logs what it finds, from `start` to `stop`.
-
-    probe    gives the looks
-    rules    when and how it speaks
-    end      method that is called with the error that is to end a stalled run, with `on_stall="raise"`
-
-    Both are held weakly. The thread ends when they are gone.
-    """
-
-    def __init__(self, probe: Probe, rules: StallRules, end: Callable[[StallError], Any]) -> None:
-        self._probe, self._rules, self._end = weakref.ref(probe), rules, weakref.WeakMethod(end)
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._answering = ExitStack()
-        self._watch = StallWatch(weakref.proxy(probe), rules)
-
-    def start(self) -> None:
-        """Start the thread, where the rules want one."""
-        if self._rules.after is None or self._thread is not None or self._stopping.is_set():
-            return
-        self._answering.enter_context(answering_dumps())
-        arguments = (self._watch, self._rules, self._stopping, self._probe, self._end)
-        self._thread = threading.Thread(target=_work, args=arguments, name="rollflow doctor", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, and answer no signal of `rollflow doctor` any more; again does nothing. From any thread."""
-        self._stopping.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(1.0)
-        self._answering.close()
-
-    def diagnose(self) -> Diagnosis:
-        """What the run waits for right now."""
-        return self._watch.diagnose()
-
-
-def _work(
-    watch: StallWatch,
-    rules: StallRules,
-    stopping: threading.Event,
-    probe: "weakref.ref[Any]",
-    end: "weakref.WeakMethod[Callable[[StallError], Any]]",
-) -> None:
-    while not stopping.wait(rules.look_s) and probe() is not None:
-        try:
-            texts, stall = watch.look()
-        except ReferenceError:  # the run is gone
-            break
-        except Exception:  # the run goes on without its doctor
-            logger.exception("the stall doctor has failed, and looks no more")
-            return
-        for text in texts:
-            logger.warning("%s", text)
-        ending = end()
-        if stall is not None and rules.on_stall == "raise" and ending is not None:
-            ending(StallError(str(stall)).see("stall"))
-        del ending
-    for text in watch.finish():
-        logger.warning("%s", text)
