@@ -299,7 +299,6 @@ class Graph:
     def run(
         self,
         *,
-        seed: int | None = None,
         stall_after: float | None = 5.0,
         on_stall: OnStall = "log",
         trace: str | PathLike[str] | None = None,
@@ -308,13 +307,12 @@ class Graph:
 
         A node's error is raised unchanged, with the node's name in a note.
 
-            seed           of the random generators of nodes that ask for one, each its own by name; None: a fresh seed
             stall_after    seconds after which a run that stands still is logged, with the reason; None: never
             on_stall       "log", or "raise": a run that stands still also ends, with a StallError
             trace          file for a trace of the run; compressed where it ends in .gz; None: none
         """
         self.validate()
-        return RunHandle(self, seed, StallRules(stall_after, on_stall), trace=trace)
+        return RunHandle(self, StallRules(stall_after, on_stall), trace)
 
     # Inside
 

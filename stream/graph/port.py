@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet, Outlet, Overflow
 from rollflow.stream.graph.node import Background, Gate, node_methods
@@ -27,7 +25,6 @@ class NodeSpec:
     has_fields         whether a synchronous node returns a NamedTuple, one field per outlet
     methods            optional methods of the node by name, looked up once
     run                asynchronous function of the inlets and outlets; None: the node is called with each item
-    generator          parameter of an asynchronous node that takes a random generator; None: there is none
     """
 
     name: str
@@ -39,7 +36,6 @@ class NodeSpec:
     has_fields: bool
     methods: Mapping[str, Callable[..., Any]]
     run: Callable[..., Awaitable[None]] | None = None
-    generator: str | None = None
 
     @property
     def starts(self) -> bool:
@@ -58,8 +54,7 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
     A synchronous node is a callable of one parameter, its inlet. Its return annotation gives its outlets: the fields of
     a NamedTuple, none for None, else one called `out`. An `async def` of one item is the same, and awaited. Any other
     asynchronous node is an `async def`, or has a method `async def run`, with parameters annotated `Inlet[...]` and
-    `Outlet[...]`. A parameter annotated `numpy.random.Generator` gets a generator that follows from the run's seed and
-    the node's name.
+    `Outlet[...]`.
 
     A synchronous node may have an attribute `where`, "inline" or "thread". Without it a sink behind edges that drop is
     called in a thread, and any other node inline. What else a node may have is in the protocols of `node.py`: `Source`,
@@ -132,13 +127,12 @@ def _takes_items(node: Any) -> bool:
         return False
     needed = [each for each in inspect.signature(node).parameters.values() if each.default is each.empty]
     hint = _hints(_annotated(node)).get(needed[0].name) if len(needed) == 1 else None
-    return hint is not None and (typing.get_origin(hint) or hint) not in (Inlet, Outlet, np.random.Generator)
+    return hint is not None and (typing.get_origin(hint) or hint) not in (Inlet, Outlet)
 
 
 def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
     inlets: dict[str, Any] = {}
     outlets: dict[str, Any] = {}
-    generator = None
     hints = _hints(_annotated(run))
     for parameter in inspect.signature(run).parameters.values():
         hint = hints.get(parameter.name, Any)
@@ -148,16 +142,14 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
             inlets[parameter.name] = item
         elif end is Outlet:
             outlets[parameter.name] = item
-        elif end is np.random.Generator:
-            generator = parameter.name
         elif parameter.default is inspect.Parameter.empty:
             has = f"is annotated {type_name(hint)}" if parameter.name in hints else "has no annotation that can be read"
             raise GraphError(
-                f"node '{name}': parameter '{parameter.name}' of {run.__name__} {has}, expected Inlet[...], "
-                f"Outlet[...] or numpy.random.Generator{_ITEM if run is node else ''}"
+                f"node '{name}': parameter '{parameter.name}' of {run.__name__} {has}, expected Inlet[...] "
+                f"or Outlet[...]{_ITEM if run is node else ''}"
             )
     methods = node_methods(name, node)
-    return NodeSpec(name, node, True, "inline", inlets, outlets, False, methods, run, generator)
+    return NodeSpec(name, node, True, "inline", inlets, outlets, False, methods, run)
 
 
 def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:

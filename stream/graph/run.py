@@ -30,7 +30,6 @@ from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node
 from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_doctor import RunDoctor
-from rollflow.stream.graph.seeding import fresh_seed, generator_for
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.trace import check_trace
 from rollflow.stream.observe.watch import StallRules
@@ -49,11 +48,8 @@ class Run:
     stops the sources, and lets all items reach their sinks.
     """
 
-    def __init__(
-        self, graph: "Graph", seed: int | None, rules: StallRules, trace: str | PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None = None) -> None:
         self.graph = graph
-        self.seed = fresh_seed() if seed is None else seed
         makers, holders, counting = (
             [spec.node for spec in graph.nodes.values() if method in spec.methods]
             for method in ("origins_of", "held", "take_ending")
@@ -299,7 +295,6 @@ class Run:
         meter = self.counters.nodes[spec.name]
         holders = self.counters.holders
         inlets = [Inlet(self._channels_into((spec.name, port)), meter, holders) for port in spec.inlets]
-        randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
         self._hold(spec.name, *inlets)
         with anyio.CancelScope() as scope:
             stop = None if spec.inlets else SourceStop(scope)
@@ -315,7 +310,7 @@ class Run:
                 else:
                     self._holding += outlets
                     ends = dict(zip([*spec.inlets, *spec.outlets], [*inlets, *outlets], strict=True))
-                    running = spec.run(**ends, **randomness)
+                    running = spec.run(**ends)
                 self.counters.at[spec.name] = running
                 await running
             except Exception as error:
@@ -432,13 +427,11 @@ class RunHandle(AbstractAsyncContextManager[Run]):
     Warns if it is never entered, since nothing would have run.
     """
 
-    def __init__(
-        self, graph: "Graph", seed: int | None, rules: StallRules, *, trace: str | PathLike[str] | None
-    ) -> None:
+    def __init__(self, graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None) -> None:
         self._name, self._is_entered = graph.name, True  # a trace that is refused is enough to be told
         check_trace(trace)
         self._is_entered = False
-        self._block = _running(graph, seed, rules, trace)
+        self._block = _running(graph, rules, trace)
 
     async def __aenter__(self) -> Run:
         self._is_entered = True
@@ -467,10 +460,8 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 
 
 @asynccontextmanager
-async def _running(
-    graph: "Graph", seed: int | None, rules: StallRules, trace: str | PathLike[str] | None
-) -> AsyncIterator[Run]:
-    run = Run(graph, seed, rules, trace)
+async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None) -> AsyncIterator[Run]:
+    run = Run(graph, rules, trace)
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:

@@ -1,7 +1,6 @@
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 from graph_rows import Halves, show, split
 
@@ -22,8 +21,8 @@ class Scale:
         return number * factor
 
 
-async def relay(items: Inlet[int], out: Outlet[str], rng: np.random.Generator) -> None:
-    del items, out, rng
+async def relay(items: Inlet[int], out: Outlet[str]) -> None:
+    del items, out
 
 
 @pytest.mark.parametrize(
@@ -43,10 +42,6 @@ async def relay(items: Inlet[int], out: Outlet[str], rng: np.random.Generator) -
 def test_a_signature_gives_the_ports(node: Any, inlets: dict[str, Any], outlets: dict[str, Any]) -> None:
     spec = read_node("x", node)
     assert (spec.inlets, spec.outlets) == (inlets, outlets)
-
-
-def test_a_parameter_for_a_generator_is_no_port() -> None:
-    assert read_node("x", relay).generator == "rng"
 
 
 @pytest.mark.parametrize(

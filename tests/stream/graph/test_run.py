@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 from graph_rows import Collect, Gate, Round, double, drawn, ended, once_and_never_again, row, three
@@ -340,27 +339,6 @@ def test_an_inline_run_is_for_once_and_for_synchronous_nodes() -> None:
     graph = row("threads", source=Numbers(), sink=Collect())
     with pytest.raises(GraphError, match="graph 'threads' needs an event loop"):
         InlineRun(graph)
-
-
-async def test_every_node_has_a_random_generator_of_its_own_by_its_name() -> None:
-    async def draw(out: Outlet[int], rng: np.random.Generator) -> None:
-        await out.send(int(rng.integers(2**62)))
-
-    async def drawn(seed: int | None, *names: str) -> dict[str, list[int]]:
-        graph = Graph()
-        sinks = {name: Collect() for name in names}
-        for name, sink in sinks.items():
-            graph.add_node(name, draw)
-            graph.add_node(f"{name} sink", sink)
-            graph.connect(name, f"{name} sink")
-        async with graph.run(seed=seed) as run:
-            await run.wait()
-        return {name: sink.items for name, sink in sinks.items()}
-
-    first = await drawn(5, "a", "b")
-    assert first["a"] != first["b"]
-    assert await drawn(5, "new", "b", "a") == {**first, "new": (await drawn(5, "new"))["new"]}
-    assert await drawn(None, "a") != await drawn(None, "a")
 
 
 async def test_an_unknown_output_is_named() -> None:
