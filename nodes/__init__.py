@@ -46,11 +46,11 @@ if TYPE_CHECKING:
         LearnerConnectorPipeline as LearnerConnectorPipeline,
         ModuleToEnvPipeline as ModuleToEnvPipeline,
     )
-    from rollflow.nodes.env.multi_agent.array_vector import (
+    from rollflow.nodes.env.multi_agent.multi_agent_env import (
         ArrayStep as ArrayStep,
+        MultiAgentEnv as MultiAgentEnv,
         MultiAgentVectorEnv as MultiAgentVectorEnv,
     )
-    from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv as MultiAgentEnv
     from rollflow.nodes.external.external_env import ExternalEnv as ExternalEnv
     from rollflow.nodes.launch.on_hosts import OnProcesses as OnProcesses, OnRay as OnRay
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns as EpisodeReturns

@@ -69,7 +69,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow.nodes.stages.env_to_module": ("EnvToModule",),
         "rollflow.nodes.stages.module_forward": ("ModuleForward",),
         "rollflow.nodes.stages.module_to_env": ("ModuleToEnv",),
-        "rollflow.nodes.stages.staleness": ("LagBound",),
+        "rollflow.nodes.stages.rounds": ("LagBound",),
     },
     "rollflow.sinks": {
         "rollflow": ("DatasetSink", "DatasetSource", "Replay", "TrainerStream", "feed"),

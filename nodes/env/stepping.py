@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from optree import PyTreeSpec
 
 from rollflow.nodes.closing import close_all
-from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, LaneCheck
-from rollflow.nodes.env.vector_env_errors import (
+from rollflow.nodes.env.observation_check import (
+    CHECKED_STEPS,
     STEP_GIVES,
+    Deviations,
+    LaneCheck,
     check_reset,
     info_given,
     kind_of,

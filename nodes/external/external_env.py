@@ -19,10 +19,10 @@ from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import TAKEN_ACTION
+from rollflow.nodes.env.observation_check import misfit_of
 from rollflow.nodes.env.remote.env_host import EnvHost
 from rollflow.nodes.env.remote.host import protected
 from rollflow.nodes.env.remote.remote_envs import Secret
-from rollflow.nodes.env.vector_env_errors import misfit_of
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos

@@ -10,8 +10,8 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
 from rollflow.nodes.offloaded.replica import Published
-from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import CuttingStage
+from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.loss_ledger import Ledger

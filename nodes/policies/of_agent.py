@@ -12,7 +12,7 @@ from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.evaluation import Evaluation, Player, check_spaces, play
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
-from rollflow.nodes.stages.agents_acting import AgentsActing
+from rollflow.nodes.stages.agent_stages import AgentsActing
 from rollflow.nodes.stages.module_set import ActingModule
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.episodes.agent_step import ALL_AGENTS

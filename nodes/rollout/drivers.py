@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.lowlevel
 
-from rollflow.nodes.stages.credits import FragmentCredits
+from rollflow.nodes.stages.rounds import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun

@@ -11,11 +11,11 @@ from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedR
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.rollout.options import RolloutOptions
 from rollflow.nodes.stages.acting import acting_for, seed_lane
-from rollflow.nodes.stages.agents_acting import agents_acting_for
-from rollflow.nodes.stages.credits import LaneGates
+from rollflow.nodes.stages.agent_stages import agents_acting_for
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.joint_forward import joint_forward
 from rollflow.nodes.stages.ring import ring_of
+from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes

@@ -25,7 +25,7 @@ from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.stages.acting import compile_options
 from rollflow.nodes.stages.module_set import AgentToModule
-from rollflow.nodes.stages.staleness import OnExcess, check_staleness
+from rollflow.nodes.stages.rounds import OnExcess, check_staleness
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.observe.watch import OnStall, StallRules
 

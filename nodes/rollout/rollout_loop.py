@@ -26,9 +26,7 @@ from rollflow.nodes.rollout.execution import ActingPolicy, Execution
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import Places, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
-from rollflow.nodes.stages.credits import FragmentCredits
-from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
-from rollflow.nodes.stages.staleness import LagBound
+from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, RolloutIterator
 from rollflow.stream.data.errors import GraphError, RunError, shown
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.graph.background import AtWork

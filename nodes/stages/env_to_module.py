@@ -19,7 +19,7 @@ from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 if TYPE_CHECKING:
-    from rollflow.nodes.stages.credits import LaneGates
+    from rollflow.nodes.stages.rounds import LaneGates
     from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
     from rollflow.stream.observe.trace import FragmentTrace

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Annotated, Any, Self
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.stages.credits import CreditedLane, nobody
+from rollflow.nodes.stages.rounds import CreditedLane, nobody
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment

@@ -11,10 +11,8 @@ import gymnasium as gym
 
 from rollflow.nodes.env.env_source import count_of, sizes_of
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
-from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.env.multi_agent.dict_vector import check_alike
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs, first_made
-from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs, check_alike, first_made
+from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv, agents_of
 from rollflow.stream.data.errors import EnvError, located, shown
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane

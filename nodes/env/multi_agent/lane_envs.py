@@ -1,17 +1,525 @@
-"""Environments with several agents, out of callables that make them: those of one lane, or the first to look at."""
+"""The environments of one lane, with several agents each: dict environments side by side, or arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import gymnasium as gym
+import numpy as np
+import optree
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 
-from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.multi_agent.array_vector import ArrayEnvs, MultiAgentVectorEnv
-from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs, made_by
-from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import close_failed
+from rollflow.nodes.argument_checks import is_whole
+from rollflow.nodes.closing import Closing, close_all, closing_on_error
+from rollflow.nodes.env.env_source import given_by
+from rollflow.nodes.env.multi_agent.multi_agent_env import (
+    AgentInfos,
+    AgentSpaces,
+    ArrayStep,
+    MultiAgentVectorEnv,
+    agent_spaces,
+    agents_of,
+)
+from rollflow.nodes.env.multi_agent.petting_zoo import adapted
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of, number_of
+from rollflow.nodes.env.stepping import Turn, close_failed, nothing
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.errors import ColumnError, EnvError, located, noted, shown
+from rollflow.stream.data.infos import copied
+from rollflow.stream.data.space import item_of, row_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.multi_agent.agent_part import Actions, Observed, PartStep, VectorStep, parts_of
+from rollflow.stream.multi_agent.agent_states import AgentNumbers, AgentStates, Ends
+
+COMMON_INFO = "__common__"  # the key of infos that are no agent's; told to nobody
+
+_NAMES = ("observations", "rewards", "terminateds", "truncateds", "infos")
+_FLAGS = ("terminateds", "truncateds")
+_MAPPING_ERRORS = (AttributeError, KeyError, TypeError, ValueError)  # of what is no dict, or has unknown agents
+
+
+class EndFlags(NamedTuple):
+    """End flags of one kind that were set."""
+
+    numbers: list[int]  # agents'
+    envs: list[int]  # those of everybody in an environment
+
+
+class StepValues(NamedTuple):
+    """One vector step of all environments."""
+
+    numbers: NDArray[np.int64]  # i64[K], ascending: who has an observation
+    items: Sequence[Tree]  # K of them
+    rewarded: NDArray[np.int64]  # i64[R]
+    rewards: NDArray[np.float32]  # f32[R]
+    terminated: EndFlags
+    truncated: EndFlags
+    infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per environment; () where all are empty
+
+
+def actions_by_env(
+    actions: Actions, acting: Sequence[NDArray[np.int64] | None], slots: AgentNumbers
+) -> list[dict[Any, Any]]:
+    """One dict per environment, agent -> action.
+
+    `acting` has, per part, the slots of those that must act; None: all. Raises EnvError where others are given.
+    """
+    by_env: list[dict[Any, Any]] = [{} for _ in range(slots.num_envs)]
+    for part, ((chosen, tree), expected) in enumerate(zip(actions, acting, strict=True)):
+        if chosen is not expected:
+            slots.check_acting(part, chosen, expected)
+        agents = slots.agents_of[part]
+        items = _items(tree)
+        if expected is None:
+            for env, own in enumerate(by_env):
+                own.update(zip(agents, items[env * len(agents) : (env + 1) * len(agents)], strict=True))
+        else:
+            envs, places = np.divmod(expected, len(agents))
+            for env, place, item in zip(envs.tolist(), places.tolist(), items, strict=True):
+                by_env[env][agents[place]] = item
+    return by_env
+
+
+def _items(tree: Tree) -> Sequence[Any]:
+    """The actions one by one."""
+    if isinstance(tree, np.ndarray):
+        return list(tree)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    return [spec.unflatten(item) for item in zip(*leaves, strict=True)]
+
+
+class MultiAgentEnvs:
+    """N dict environments that step one after the other, and are reset where their episode ends.
+
+        makers       one callable for each, which makes a `MultiAgentEnv`, one of RLlib's, or one of PettingZoo's
+        first_env    the number of the first of them, in errors
+        deviations   of observations from their space; None: of this lane alone
+
+    Observations and rewards are copies; infos are the environments' own. Raises EnvError for environments that can't be
+    stepped together, and, with environment, env step and agent, for whatever breaks the conventions of `MultiAgentEnv`.
+    """
+
+    def __init__(
+        self, makers: Sequence[Callable[[], Any]], *, first_env: int = 0, deviations: Deviations | None = None
+    ) -> None:
+        self.envs: list[Any] = []
+        self.given: list[Any] = []  # by the callables
+        self._turn: Turn = nothing
+        self._opened: list[Closing] = []
+        self._first_env = first_env
+        with closing_on_error(self.close):
+            self._make(makers)
+            with located(f"environment {first_env}"):
+                spaces = agent_spaces(self.envs[0])
+                self.parts = parts_of(*spaces)
+            for env, each in enumerate(self.envs[1:], first_env + 1):
+                with located(f"environment {env}"):
+                    check_alike(agent_spaces(each), spaces, first_env)
+        self.num_envs = len(self.envs)
+        self.possible_agents, self.observation_spaces, self.action_spaces = spaces
+        self._slots = AgentNumbers([part.agents for part in self.parts], self.num_envs, first_env)
+        self._states = AgentStates(self._slots)
+        self._rows = [ObservationRows(part.observation_space) for part in self.parts]
+        self._checks = checks_of(self.parts, deviations)
+        self._steps_made = 0
+        self._acting: list[NDArray[np.int64] | None] = [np.zeros(0, np.int64) for _ in self.parts]
+
+    def tell_resets(self, turn: Turn) -> bool:
+        """Have a function called when resets within a step begin, and when they have ended. True: they can be told."""
+        self._turn = turn
+        return True
+
+    def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], AgentInfos]:
+        """Begin an episode in every environment, each with a seed of its own, or with the generators that there are.
+
+        Returns the first observations per part, and per environment agent -> info; () where all are empty.
+        """
+        first, infos = self._reset(np.arange(self.num_envs), seeds)
+        self._set_acting()
+        return first, infos
+
+    def step(self, actions: Actions) -> VectorStep:
+        """Step every environment with the actions of all agents that must act, and reset those whose episode ends."""
+        if self._slots.steps[0] < 0:
+            raise EnvError("step before the first reset")
+        by_env = actions_by_env(actions, self._acting, self._slots)
+        steps = []
+        env = 0
+        try:
+            for each, env_actions in zip(self.envs, by_env, strict=True):
+                steps.append(each.step(env_actions))
+                env += 1
+        except Exception as error:
+            error.add_note(self._slots.env_named(env))
+            raise
+        values = step_values(steps, self._slots)
+        if self._steps_made in CHECKED_STEPS:
+            self._check(values)
+        self._steps_made += 1
+        ends = self._ends_of(values)
+        (terminateds, truncateds), envs = self._states.step(values.numbers, values.rewarded, ends)
+        rewards = np.zeros(self._slots.count, np.float32)
+        rewards[values.rewarded] = values.rewards
+        parts = [
+            PartStep(observed, rewards[first:stop], terminateds[first:stop], truncateds[first:stop])
+            for (first, stop), observed in zip(pairwise(self._slots.bounds), self._observed(values), strict=True)
+        ]
+        infos = values.infos
+        self._slots.steps += 1
+        first_observed: Sequence[Observed] = ()
+        first_infos: AgentInfos = ()
+        is_truncated = np.zeros(0, np.bool_)
+        if len(envs):
+            is_truncated = self._truncated(envs, values, terminateds)
+            infos = copied(infos)  # the reset may write over them
+            self._turn()
+            try:
+                first_observed, first_infos = self._reset(envs, None)
+            finally:
+                self._turn()
+        self._set_acting()
+        return VectorStep(parts, envs, is_truncated, first_observed, infos, first_infos)
+
+    def close(self) -> None:
+        """Close the environments, all of them, also where one raises."""
+        opened, self._opened = self._opened, []
+        close_all(opened)
+
+    # Inside
+
+    def _make(self, makers: Sequence[Callable[[], Any]]) -> None:
+        if not len(makers):
+            raise EnvError("there are no makers of environments, expected at least one")
+        for env, make in enumerate(makers, self._first_env):
+            made = made_by(make, env)
+            with noted(f"in the callable for environment {env}"):
+                each = adapted(_apart(made))
+            if each is None:
+                raise EnvError(f"the callable for environment {env} gave None, expected a MultiAgentEnv")
+            if any(made is other for other in self.given):
+                raise EnvError(f"the callable for environment {env} gave one that another has already given")
+            self.given.append(made)
+            self.envs.append(each)
+            close = getattr(each, "close", None)
+            if callable(close):
+                self._opened.append((f"environment {env}", close))
+
+    def _reset(self, envs: NDArray[np.int64], seeds: Sequence[int] | None) -> tuple[list[Observed], AgentInfos]:
+        numbers = envs.tolist()
+        self._slots.steps[envs] = -1
+        resets = []
+        for place, env in enumerate(numbers):
+            try:
+                resets.append(self.envs[env].reset(seed=None if seeds is None else seeds[place], options=None))
+            except Exception as error:
+                error.add_note(self._slots.env_named(env))
+                raise
+        values = reset_values(numbers, resets, self._slots)
+        if seeds is not None:
+            self._check(values)
+        self._states.begin(envs, values.numbers)
+        first = self._observed(values)
+        self._slots.steps[envs] = 0
+        return first, values.infos
+
+    def _observed(self, values: StepValues) -> list[Observed]:
+        observed = []
+        for part, (rows, share) in enumerate(zip(self._rows, self._slots.split(values.numbers), strict=True)):
+            numbers = values.numbers[share]
+            items = values.items[share] if len(self.parts) > 1 else values.items
+            observations = rows(items, partial(self._whose, numbers))
+            observed.append(Observed(self._slots.slots_of(part, numbers), observations))
+        return observed
+
+    def _check(self, values: StepValues) -> None:
+        """Check observations against their spaces."""
+        for check, share in zip(self._checks, self._slots.split(values.numbers), strict=True):
+            check.items(values.items[share], partial(self._whose, values.numbers[share]))
+
+    def _whose(self, numbers: NDArray[np.int64], place: int) -> str:
+        return self._slots.named(int(numbers[place]))
+
+    def _ends_of(self, values: StepValues) -> Ends | None:
+        """Who ends with a step: agents by themselves, or with everybody; None: nobody."""
+        if not any((*values.terminated, *values.truncated)):
+            return None
+        flags = np.zeros((2, self._slots.count), np.bool_)
+        for row, ends in zip(flags, (values.terminated, values.truncated), strict=True):
+            row[ends.numbers] = True
+            row[self._slots.of_env[ends.envs]] = True
+        return flags[0], flags[1]
+
+    def _truncated(
+        self, envs: NDArray[np.int64], values: StepValues, terminateds: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """bool[E]: whether "__all__" were truncated, or without "__all__", all of the last agents."""
+        by_last = ~terminateds[self._slots.of_env[envs]].any(axis=1)
+        of_all = np.isin(envs, values.truncated.envs)
+        truncated: NDArray[np.bool_] = ~np.isin(envs, values.terminated.envs) & (of_all | by_last)
+        return truncated
+
+    def _set_acting(self) -> None:
+        acting = self._states.acting
+        shares = enumerate(self._slots.split(acting))
+        self._acting = [self._slots.slots_of(part, acting[share]) for part, share in shares]
+
+
+def made_by(make: Callable[[], Any], env: int) -> Any:
+    """The environment that a callable makes; `env` is its number, in errors. Raises EnvError where it raises."""
+    return given_by(make, f"the callable for environment {env}", "a MultiAgentEnv")
+
+
+def _apart(env: Any) -> Any:
+    """The environment. Raises EnvError where it is many already."""
+    if isinstance(env, MultiAgentVectorEnv):
+        with closing_on_error(env.close):
+            raise EnvError(
+                f"the callable made a {type(env).__name__}, a MultiAgentVectorEnv of {env.num_envs} environments, "
+                "which is a lane by itself; expected num_envs to be left out, and as many lanes as there are callables"
+            )
+    return env
+
+
+def check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:
+    """Raise EnvError where an environment's agents or spaces are not those of the one with the number `first_env`."""
+    if spaces.agents != first.agents:
+        raise EnvError(
+            f"its agents are {list(spaces.agents)}, expected those of environment {first_env}, {list(first.agents)}"
+        )
+    for kind, own, expected in zip(("observation", "action"), spaces[1:], first[1:], strict=True):
+        for agent, space in own.items():
+            if space != expected[agent]:
+                raise EnvError(
+                    f"agent {agent!r}: its {kind} space is {space}, expected that of environment {first_env}, "
+                    f"{expected[agent]}"
+                )
+
+
+class ObservationRows:
+    """Makes a tree of arrays `any[K, ...]`, copies in the space's dtypes, from K items of one space."""
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        item = item_of(space)
+        self._space = space
+        self._spec = optree.tree_structure(item, none_is_leaf=True)
+        self._leaves = [(leaf.shape, leaf.dtype) for leaf in leaves_of(item)]
+        self._is_nested = isinstance(item, dict | tuple)
+
+    def __call__(self, items: Sequence[Tree], whose: Callable[[int], str]) -> Tree:
+        """The rows of these items.
+
+        `whose` says for an error whose item it is, by its place in the sequence. Raises EnvError for an item that is
+        not of the space's structure, shapes and kinds of dtypes.
+        """
+        if not items:
+            return row_of(self._space, 0)
+        if not self._is_nested:
+            rows = _rows(items, *self._leaves[0])
+            return self._one_by_one(items, whose) if rows is None else rows
+        try:
+            leaves = list(zip(*map(self._spec.flatten_up_to, items), strict=True))
+        except ValueError:
+            return self._one_by_one(items, whose)
+        columns = [_rows(leaf, *like) for leaf, like in zip(leaves, self._leaves, strict=True)]
+        if any(rows is None for rows in columns):
+            return self._one_by_one(items, whose)
+        return self._spec.unflatten(columns)
+
+    def _one_by_one(self, items: Sequence[Tree], whose: Callable[[int], str]) -> Tree:
+        column = Column.empty("obs", row_of(self._space, len(items)), 1)
+        for place, item in enumerate(items):
+            try:
+                column.write_slot(0, place, item)
+            except (ColumnError, ValueError) as error:
+                raise EnvError(f"{whose(place)}: an observation that is not in its space: {error}") from None
+        return column.row(0)
+
+
+def _rows(values: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The values as one array; None where they don't all fit."""
+    try:
+        rows = np.array(values)
+    except ValueError:
+        return None
+    if rows.shape != (len(values), *shape) or not np.can_cast(rows.dtype, dtype, "same_kind"):
+        return None
+    return rows.astype(dtype, copy=False)
+
+
+class ArrayEnvs:
+    """A `MultiAgentVectorEnv`, told in vector steps: views on its arrays, whatever the number of agents.
+
+    first_env     the number of the first environment, in errors
+    deviations    of observations from their space; None: of this lane alone
+
+    Raises EnvError for arrays that do not fit the spaces, rewards that are no finite numbers, infos that are no dicts
+    by agents, and actions that are not everybody's.
+    """
+
+    def __init__(self, env: MultiAgentVectorEnv, *, first_env: int = 0, deviations: Deviations | None = None) -> None:
+        self.env, self.given, self.parts = env, [env], env.parts
+        self.possible_agents, self.observation_spaces, self.action_spaces = agents_of(env)
+        if not is_whole(env.num_envs) or env.num_envs < 1:
+            raise EnvError(f"'num_envs' is {env.num_envs!r}, expected a whole number, 1 or more")
+        self.num_envs = int(env.num_envs)
+        agents = [part.agents for part in self.parts]
+        self._slots, self._first_env = AgentNumbers(agents, self.num_envs, first_env), first_env
+        self._sizes = [len(part.agents) for part in self.parts]
+        self._checks = checks_of(self.parts, deviations)
+        self._steps_made = 0
+        self._items = [item_of(part.observation_space) for part in self.parts]
+
+    def tell_resets(self, turn: Turn) -> bool:
+        """Return False: resets can't be told from the step that they are in."""
+        return False
+
+    def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], AgentInfos]:
+        """Begin an episode in every environment."""
+        self._slots.steps[:] = -1
+        answer = self.env.reset_arrays(seeds)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise EnvError(
+                f"environments from {self._first_env}: reset_arrays gave a {type(answer).__name__}, expected a tuple: "
+                "observations per part, and infos, () where there are none"
+            )
+        observations, infos = answer
+        observed = [Observed(None, tree) for tree in self._flat(observations, self.num_envs, "observations")]
+        self._check(observations)
+        self._slots.steps[:] = 0
+        return observed, self._checked_infos(infos, range(self.num_envs), "infos")
+
+    def step(self, actions: Actions) -> VectorStep:
+        """Step every environment with everybody's actions."""
+        made = self.env.step_arrays(self._by_env(actions))
+        if not isinstance(made, ArrayStep):
+            raise EnvError(
+                f"environments from {self._first_env}: step_arrays gave a {type(made).__name__}, expected an ArrayStep"
+            )
+        observations = self._flat(made.observations, self.num_envs, "observations")
+        if self._steps_made in CHECKED_STEPS:
+            self._check(made.observations)
+        self._steps_made += 1
+        terminateds = self._flags(made.terminateds, "terminateds")
+        truncateds = self._flags(made.truncateds, "truncateds")
+        if len(made.rewards) != len(self.parts):
+            raise EnvError(f"rewards of {len(made.rewards)} parts, expected {len(self.parts)}")
+        parts = [
+            PartStep(
+                Observed(None, tree),
+                self._rewards(rewards, part),
+                np.repeat(terminateds, self._sizes[part]),
+                np.repeat(truncateds, self._sizes[part]),
+            )
+            for part, (tree, rewards) in enumerate(zip(observations, made.rewards, strict=True))
+        ]
+        ended = np.flatnonzero(terminateds | truncateds)
+        self._slots.steps += 1
+        infos = self._checked_infos(made.infos, range(self.num_envs), "infos")
+        first = self._first(made, ended)
+        first_infos = self._checked_infos(made.first_infos, ended.tolist(), "first infos")
+        return VectorStep(parts, ended, ~terminateds[ended], first, infos, first_infos)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+    # Inside
+
+    def _check(self, observations: Sequence[Tree]) -> None:
+        """Check observations of each part, trees of arrays any[N, A, ...], against their spaces."""
+        for check, tree, first in zip(self._checks, observations, self._slots.bounds, strict=False):
+            flat = map_tree(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
+            check.rows(flat, partial(self._named, first))
+
+    def _named(self, first: int, slot: int) -> str:
+        """Name of a slot of the part whose slots begin at `first`."""
+        return self._slots.named(first + slot)
+
+    def _first(self, made: ArrayStep, ended: NDArray[np.int64]) -> list[Observed]:
+        if not len(ended):
+            return []
+        self._slots.steps[ended] = 0
+        trees = self._flat(made.first, len(ended), "first observations")
+        if len(ended) == self.num_envs:
+            return [Observed(None, tree) for tree in trees]
+        return [
+            Observed((ended[:, None] * size + np.arange(size)).reshape(-1), tree)
+            for size, tree in zip(self._sizes, trees, strict=True)
+        ]
+
+    def _by_env(self, actions: Actions) -> list[Tree]:
+        """Actions any[N * A, ...] as any[N, A, ...]. Raises EnvError where they are not everybody's."""
+        by_env = []
+        for part, (size, (slots, tree)) in enumerate(zip(self._sizes, actions, strict=True)):
+            if slots is not None:
+                self._slots.check_acting(part, slots, None)
+            by_env.append(map_tree(lambda leaf, size=size: leaf.reshape(self.num_envs, size, *leaf.shape[1:]), tree))
+        return by_env
+
+    def _flat(self, trees: Sequence[Tree], num_envs: int, name: str) -> list[Tree]:
+        """Observations any[E, A, ...] as any[E * A, ...]. Raises EnvError where they do not fit the spaces."""
+        if len(trees) != len(self.parts):
+            raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
+        flat = []
+        for part, (tree, item) in enumerate(zip(trees, self._items, strict=True)):
+            try:
+                flat.append(map_tree(partial(self._rows, part, num_envs, name), item, tree))
+            except EnvError:
+                raise
+            except ValueError as error:
+                raise EnvError(f"{self._of(part)}: the structure of {name} differs from the space's: {error}") from None
+        return flat
+
+    def _rows(self, part: int, num_envs: int, name: str, like: Any, leaf: Any) -> NDArray[Any]:
+        size = self._sizes[part]
+        self._check_array(leaf, (num_envs, size, *like.shape), like.dtype, part, name)
+        rows: NDArray[Any] = leaf.reshape(num_envs * size, *like.shape).astype(like.dtype, copy=False)
+        return rows
+
+    def _rewards(self, rewards: Any, part: int) -> NDArray[np.float32]:
+        self._check_array(rewards, (self.num_envs, self._sizes[part]), np.dtype(np.float32), part, "rewards")
+        with np.errstate(over="ignore"):
+            flat: NDArray[np.float32] = rewards.reshape(-1).astype(np.float32, copy=False)
+        # A sum of float32 can't grow beyond float64: it is finite where all are.
+        if not np.isfinite(np.add.reduce(flat, dtype=np.float64)):
+            slot = int(np.argmin(np.isfinite(flat)))
+            where = self._slots.named(self._slots.bounds[part] + slot)
+            raise EnvError(f"{where}: its reward is {rewards.reshape(-1)[slot]}, expected a finite float32")
+        return flat
+
+    def _check_array(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], part: int, name: str) -> None:
+        if not isinstance(array, np.ndarray):
+            raise EnvError(f"{self._of(part)}: {name} are {shown(array)}, expected {dtype}{list(shape)}")
+        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise EnvError(
+                f"{self._of(part)}: {name} are {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
+            )
+
+    def _flags(self, flags: Any, name: str) -> NDArray[np.bool_]:
+        if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):
+            raise EnvError(
+                f"environments from {self._first_env}: {name} are {shown(flags)}, expected bool[{self.num_envs}]"
+            )
+        return flags
+
+    def _checked_infos(self, infos: Any, envs: Sequence[int], name: str) -> AgentInfos:
+        """Infos of these environments. Raises EnvError for what is not agent -> dict."""
+        if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
+            raise EnvError(
+                f"environments from {self._first_env}: {name} are {shown(infos)}, expected a dict for each of "
+                f"{len(envs)} environments, or () where there are none"
+            )
+        check_infos(infos, self._slots, envs[: len(infos)], name)
+        return infos
+
+    def _of(self, part: int) -> str:
+        agents = ", ".join(map(repr, self.parts[part].agents))
+        return f"environments from {self._first_env}, agents {agents}"
+
 
 LaneEnvs = MultiAgentEnvs | ArrayEnvs
 
@@ -95,3 +603,156 @@ def first_made(env: Any) -> EnvMaker | None:
 def with_first(env: Any, first: EnvMaker) -> Any:
     """The callables `env`, with `first` in place of the first one: it has made its environment already."""
     return [first, *list(env)[1:]] if isinstance(env, Sequence) else first
+
+
+def reset_values(envs: Sequence[int], resets: Sequence[Any], slots: AgentNumbers) -> StepValues:
+    """Values that `reset` of some environments gave. Raises EnvError as `step_values` does."""
+    try:
+        steps: list[tuple[Any, ...]] = [(observations, {}, {}, {}, infos) for observations, infos in resets]
+    except (TypeError, ValueError) as error:
+        _refuse_form(envs, resets, ("observations", "infos"), slots)
+        raise error
+    return step_values(steps, slots, envs)
+
+
+def step_values(steps: Sequence[Any], slots: AgentNumbers, envs: Sequence[int] | None = None) -> StepValues:
+    """Values that `step` of every environment gave, or of `envs`.
+
+    Raises EnvError for other forms, and for unknown agents.
+    """
+    numbers: list[int] = []
+    items: list[Tree] = []
+    rewarded: list[int] = []
+    rewards: list[Any] = []
+    terminated, truncated = EndFlags([], []), EndFlags([], [])
+    infos: list[Any] = []
+    has_infos = False
+    envs = range(slots.num_envs) if envs is None else envs
+    try:
+        for env, (observations, gains, terminateds, truncateds, more) in zip(envs, steps, strict=True):
+            number_of = slots.by_env[env].__getitem__
+            numbers.extend(map(number_of, observations))
+            items.extend(observations.values())
+            rewarded.extend(map(number_of, gains))
+            rewards.extend(gains.values())
+            if any(terminateds.values()):
+                _add_ends(terminated, terminateds, env, number_of)
+            if any(truncateds.values()):
+                _add_ends(truncated, truncateds, env, number_of)
+            infos.append(more)
+            has_infos = has_infos or any(more.values())
+    except _MAPPING_ERRORS as error:
+        _refuse_form(envs, steps, _NAMES, slots)
+        _refuse_values(envs, steps, slots)
+        raise error
+    return StepValues(
+        *_ascending(numbers, items),
+        np.array(rewarded, np.int64),
+        _numbers(rewards, rewarded, slots),
+        terminated,
+        truncated,
+        _checked_infos(infos, slots, envs) if has_infos else (),
+    )
+
+
+def _add_ends(ends: EndFlags, flags: Mapping[Any, Any], env: int, number_of: Any) -> None:
+    for agent, is_set in flags.items():
+        if not is_set:
+            continue
+        if agent == ALL_AGENTS:
+            ends.envs.append(env)
+        else:
+            ends.numbers.append(number_of(agent))
+
+
+def _ascending(numbers: list[int], items: list[Tree]) -> tuple[NDArray[np.int64], list[Tree]]:
+    ordered = np.array(numbers, np.int64)
+    if len(ordered) > 1 and (ordered[1:] < ordered[:-1]).any():
+        order = np.argsort(ordered)
+        return ordered[order], [items[place] for place in order.tolist()]
+    return ordered, items
+
+
+def _numbers(rewards: list[Any], rewarded: list[int], slots: AgentNumbers) -> NDArray[np.float32]:
+    """The rewards as an array. Raises EnvError for one that is no finite number."""
+    values = _as_float32(rewards) if rewards else np.zeros(0, np.float32)
+    # A sum of float32 can't grow beyond float64: it is finite where all are.
+    if values is None or not np.isfinite(np.add.reduce(values, dtype=np.float64)):
+        floats = [number_of(reward) for reward in rewards]
+        for number, reward, value in zip(rewarded, rewards, floats, strict=True):
+            if value is None:
+                raise EnvError(f"{slots.named(number)}: its reward is {shown(reward)}, expected a number")
+            with np.errstate(over="ignore"):
+                if not np.isfinite(np.float32(value)):
+                    raise EnvError(f"{slots.named(number)}: its reward is {shown(reward)}, expected a finite float32")
+        values = np.array(floats, np.float32)
+    return values
+
+
+def _as_float32(numbers: list[Any]) -> NDArray[np.float32] | None:
+    """Numbers as an array f32[R]; None if one of them is no plain number."""
+    try:
+        values = np.array(numbers)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if values.ndim > 1 or not np.can_cast(values.dtype, np.float32, "same_kind"):
+        return None
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+def _checked_infos(
+    infos: list[Any], slots: AgentNumbers, envs: Sequence[int]
+) -> Sequence[Mapping[Any, Mapping[str, Any]]]:
+    """Infos without those that are no agent's. Raises EnvError as `check_infos`."""
+    if any(COMMON_INFO in each for each in infos):
+        infos = [{agent: info for agent, info in each.items() if agent != COMMON_INFO} for each in infos]
+    check_infos(infos, slots, envs, "infos")
+    return infos
+
+
+def check_infos(infos: Sequence[Any], slots: AgentNumbers, envs: Sequence[int], name: str) -> None:
+    """Raise EnvError for infos of `envs` that are no dicts by agents, of an unknown agent, and for no dicts."""
+    for env, by_agent in zip(envs, infos, strict=True):
+        if not isinstance(by_agent, Mapping):
+            raise _no_dict(env, by_agent, name, slots)
+        for agent, info in by_agent.items():
+            if agent not in slots.by_env[env]:
+                raise _unknown(env, agent, name, slots)
+            if type(info) is not dict and info and not isinstance(info, Mapping):
+                raise EnvError(f"{slots.agent_named(env, agent)}: its info is {shown(info)}, expected a dict")
+
+
+def _refuse_form(envs: Sequence[int], answers: Sequence[Any], names: Sequence[str], slots: AgentNumbers) -> None:
+    """Raise EnvError for the first answer that is no tuple of these."""
+    for env, answer in zip(envs, answers, strict=True):
+        if not isinstance(answer, tuple) or len(answer) != len(names):
+            text = f"{slots.env_named(env)}: it gave {shown(answer)}, expected a tuple of {', '.join(names)}"
+            raise EnvError(text) from None
+
+
+def _refuse_values(envs: Sequence[int], steps: Sequence[Any], slots: AgentNumbers) -> None:
+    """Raise EnvError for the first value that is not as it should be."""
+    for env, each in zip(envs, steps, strict=True):
+        for name, values in zip(_NAMES, each, strict=True):
+            if not isinstance(values, Mapping):
+                raise _no_dict(env, values, name, slots) from None
+            for agent, value in values.items():
+                if name in _FLAGS:
+                    if np.ndim(value):
+                        where = slots.agent_named(env, agent)
+                        raise EnvError(f"{where}: {name} says {shown(value)}, expected a bool") from None
+                    if agent == ALL_AGENTS or not value:
+                        continue
+                if name != "infos" and agent not in slots.by_env[env]:
+                    raise _unknown(env, agent, name, slots) from None
+
+
+def _no_dict(env: int, values: Any, name: str, slots: AgentNumbers) -> EnvError:
+    return EnvError(f"{slots.env_named(env)}: its {name} are {shown(values)}, expected a dict by agents")
+
+
+def _unknown(env: int, agent: Any, name: str, slots: AgentNumbers) -> EnvError:
+    return EnvError(
+        f"{slots.agent_named(env, agent)}: {name} has it, but it is not in 'possible_agents', {list(slots.by_env[env])}"
+    )

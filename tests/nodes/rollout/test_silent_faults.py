@@ -12,7 +12,7 @@ from numbered_module import NumberedEnv, NumberedModule, WideModule
 
 from rollflow import Rollout, Watch
 from rollflow.nodes.rollout.rollout import PublishCheck, ReturnsCheck
-from rollflow.nodes.stages.staleness import LagBound
+from rollflow.nodes.stages.rounds import LagBound
 
 
 def batches_while(train: Any) -> list[str]:

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, strategies as st
 
-from rollflow.nodes.stages.credits import FragmentCredits
-from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import LagBound
+from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound
 from rollflow.stream.data.column import Column
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment

@@ -15,7 +15,7 @@ from ways import graph_with
 from rollflow import MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import LambdaConnector
 from rollflow.nodes.modules.policy_weights import PolicyWeights
-from rollflow.nodes.stages.staleness import LagBound
+from rollflow.nodes.stages.rounds import LagBound
 from rollflow.sinks import MultiAgentLearnerPipeline
 from rollflow.stream.testing import check
 

@@ -22,7 +22,7 @@ from stalled_rollouts import in_thread, line_of
 
 from rollflow import Fragment, Graph, Rollout, TrainerStream, Watch, feed
 from rollflow.nodes.env.stepping import nothing
-from rollflow.nodes.stages.credits import LaneGates
+from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.sinks import TrainerSink
 from rollflow.stream import RunError, StallError
 from rollflow.stream.graph.report import Report
