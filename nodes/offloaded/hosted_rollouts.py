@@ -66,7 +66,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every host's connectors take over states before its next turn."""
-        names = [name for name, _ in self.policy.acting.named_pipelines]
+        names = [name for name, _ in self.acting.named_pipelines]
         self.states = States(dict(zip(names, states, strict=True)))
 
     def completed(self) -> Iterator[Any]:
@@ -213,7 +213,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _steps_of(self, remote: RemoteLane) -> int:
         """The most transitions of a vector step of a lane."""
-        return int(remote.num_slots * self.policy.most_agents)
+        return int(remote.num_slots * self.acting.most_agents)
 
     def _hear(self, remote: RemoteLane, answer: Fragment, report: RolloutReport, where: str) -> None:
         """Hand on what a host says beside a fragment."""
@@ -264,10 +264,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def _begun_settings(self) -> Settings:
         """The rollout's settings; when it begins, the first weights are published where none were."""
         if self._settings is None:
-            replica = Replica.of(self.policy.acting)
+            replica = Replica.of(self.acting)
             settings = RolloutSettings.of(
                 replica,
-                self.policy.how.pass_options,
+                self.how,
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
                 seed=self.seed,

@@ -8,7 +8,7 @@ from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.modules.policy_weights import Weights
-from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, spaces_seen
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.nodes.stages.rounds import LaneGates
@@ -58,11 +58,13 @@ class TurnToken:
 class OffloadedRollouts(LaneSource):
     """A node that has each lane's rollout done somewhere else: takes turns, gives fragments.
 
-    policy    what acts, from `act_with` on: it is copied for lanes that begin
+    acting    what acts, from `act_with` on: it is copied for lanes that begin
+    how       passes are done: what `ModuleForward` takes beside module and weights
     states    of connectors, for lanes to take over; None: there are none
     """
 
-    policy: Any
+    acting: Any
+    how: Mapping[str, Any]
     does = "rollout"
 
     def __init__(self, env: Any, **options: Any) -> None:
@@ -73,10 +75,14 @@ class OffloadedRollouts(LaneSource):
         self._relay: LaneGates
         super().__init__(env, **options)
 
-    def act_with(self, policy: Any, relay: LaneGates) -> None:
-        """Take what acts, which is made for the spaces found here, and the gates of the turns. Before it runs."""
-        self.policy, self._relay = policy, relay
-        for pipeline in policy.pipelines:
+    def act_with(self, acting: Any, how: Mapping[str, Any], metrics: Any, relay: LaneGates) -> None:
+        """Take what acts, which is made for the spaces found here, and how, before it runs.
+
+        metrics    what pieces log into
+        relay      the gates of the turns
+        """
+        self.acting, self.how, self._metrics, self._relay = acting, how, metrics, relay
+        for pipeline in acting.pipelines:
             pipeline.refuse_edits_while_run_by(self, has_states=True)
 
     @property
@@ -131,7 +137,7 @@ class OffloadedRollouts(LaneSource):
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
         """Take in what a lane's connectors have learnt and logged; every lane goes on from the merged states."""
         if "states" in message:
-            states, pipelines = self._states_of | {lane: message["states"]}, self.policy.pipelines
+            states, pipelines = self._states_of | {lane: message["states"]}, self.acting.pipelines
             merged = [
                 pipeline.merge_states(list(each))
                 for pipeline, each in zip(pipelines, zip(*states.values(), strict=True), strict=True)
@@ -141,7 +147,7 @@ class OffloadedRollouts(LaneSource):
             self._states_of = states  # not before: another host may have sent what can't be merged
             self.hand_on([pipeline.get_state() for pipeline in pipelines])
         if "metrics" in message:
-            self.policy.metrics.merge([message["metrics"]])
+            self._metrics.merge([message["metrics"]])
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
@@ -178,7 +184,7 @@ class OffloadedRollouts(LaneSource):
 class OneAgentRollouts(Environments):
     """Environments of rollouts that are done elsewhere, with one agent each."""
 
-    policy: Any
+    acting: Any
 
     def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Fragment:
         """The fragment in a message of environments with this seed, which were lost before it, or not (None).
@@ -191,13 +197,13 @@ class OneAgentRollouts(Environments):
     @cached_property
     def _spaces(self) -> list[Any]:
         """Spaces that connectors may leave observations in."""
-        return [self.observation_space, *self.policy.pipelines[0].observation_spaces]
+        return [self.observation_space, *self.acting.env_to_module.observation_spaces]
 
 
 class AgentRollouts(AgentEnvironments):
     """Environments of rollouts that are done elsewhere, with several agents each; otherwise as `OneAgentRollouts`."""
 
-    policy: Any
+    acting: Any
 
     def fragment_in(
         self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True
@@ -209,7 +215,7 @@ class AgentRollouts(AgentEnvironments):
 
     @cached_property
     def _spaces(self) -> list[Any]:
-        return self.policy.spaces_of(self.parts)  # type: ignore[no-any-return]
+        return spaces_seen(self.parts, self.acting.env_to_module)
 
 
 class EmitterOutput(NamedTuple):

@@ -89,10 +89,10 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
             fragment_length=self.fragment_length,
             lookback=self.lookback,
             seed=seed_for(self.seed, "restart", starts) if starts else self.seed,
-            acting=self.policy.how.pass_options,
+            acting=self.how,
             slot_seeds=tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         )
-        return Replica.of(self.policy.acting), plan
+        return Replica.of(self.acting), plan
 
     # Inside
 

@@ -13,11 +13,11 @@ from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy, save_all
-from rollflow.nodes.rollout.execution import AgentsPolicy
 from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.agent_learner import AgentLearner
+from rollflow.nodes.stages.agent_stages import AgentsActing
 from rollflow.nodes.stages.connector_builders import lookback_for
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
@@ -114,13 +114,13 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     module: MultiRLModule
     returns: AgentReturns
-    _policy: AgentsPolicy
+    _acting: AgentsActing
 
     @with_keywords(MultiAgentKeywords)
     def __init__(self, env: Any, **keywords: Unpack[MultiAgentKeywords]) -> None:
         options = options_of(keywords, MultiAgentKeywords, "MultiAgentRollout")
         check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))
-        super().__init__(env, options, rollout=MultiAgentRollout, places=SEVERAL_AGENTS, policy=AgentsPolicy)
+        super().__init__(env, options, rollout=MultiAgentRollout, kind=SEVERAL_AGENTS)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.
@@ -128,7 +128,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
         exist, and for weights that are not its own; then nothing is published.
         """
-        return dict(self.hooks.tell_version(self._policy.publish(weights, self._execution.send)))
+        versions = self._modules.publish(weights)
+        self._execution.send({module_id: (versions[module_id], weights[module_id]) for module_id in versions})
+        return dict(self.hooks.tell_version(versions))
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.
@@ -136,7 +138,11 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Returns False where the modules have that version already, or a newer one; nothing changes then. Raises
         ModuleError as `publish` does, and where weights are not of all modules that `be_published_elsewhere` named.
         """
-        is_new = self._policy.publish_as(version, weights, self._execution.send)
+        self._modules.check_elsewhere(weights)
+        if version <= self.version_elsewhere:
+            return False
+        self._execution.send({module_id: (version, each) for module_id, each in weights.items()})
+        is_new = self._modules.publish_as(version, weights)
         return self.hooks.tell_if_new(dict.fromkeys(weights, version), is_new=is_new)
 
     def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
@@ -244,7 +250,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             )
 
     def _make_learner(self) -> None:
-        acting, options = self._policy.acting, self._options
+        acting, options = self._acting, self._options
         self._modules, self.joint = acting.modules, acting.joint
         self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
         self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
@@ -254,6 +260,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     def _make_lanes(self) -> None:
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
-        pipelines = *self._policy.pipelines, *learning
+        pipelines = *self._acting.pipelines, *learning
         lookback = lookback_for(self._options.lookback, pipelines, stateful=self._modules.is_stateful)
-        self._policy.acting.make_lanes(self.environments, lookback, self.seed)
+        self._acting.make_lanes(self.environments, lookback, self.seed)

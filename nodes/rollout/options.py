@@ -252,6 +252,12 @@ class RolloutOptions:
         check_staleness(self.max_lag, self.on_excess)
 
     @property
+    def acting_options(self) -> dict[str, Any]:
+        """Keywords of what acts, with one agent in each environment or several."""
+        connectors = "env_to_module_connector", "module_to_env_connector"
+        return {name: getattr(self, name) for name in ("module", "model_config", "device", "seed", *connectors)}
+
+    @property
     def pass_options(self) -> dict[str, Any]:
         """How forward passes are done, here or elsewhere: what `ModuleForward` takes beside module and weights."""
         return {"explore": self.explore, **self.forward.options}

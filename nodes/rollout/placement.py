@@ -21,19 +21,30 @@ from rollflow.nodes.env.workers.process_environments import AgentProcesses, Proc
 from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts, import_path
+from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
+from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
+from rollflow.nodes.stages.acting import Acting, acting_for
+from rollflow.nodes.stages.agent_stages import AgentsActing, agents_acting_for
 from rollflow.stream.data.errors import EnvError, ModuleError
+from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
+from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
 
 logger = logging.getLogger(__name__)
 
 
-class Places(NamedTuple):
-    """Nodes that step environments of one kind, by their place.
+class RolloutKind(NamedTuple):
+    """Parts of a rollout whose environments have one agent each, or several.
 
-    is_ready    whether environments are made already
+    inline, …    nodes that step environments, by their place
+    is_ready     whether environments are made already
+    act          makes what acts, of the node and the options
+    returns      makes what has the returns of the last episodes, of what acts
+    collector    makes what makes whole episodes of fragments
+    emitter      parts fragments from turns
     """
 
     inline: Callable[..., Any]
@@ -42,16 +53,53 @@ class Places(NamedTuple):
     remote_envs: Callable[..., Any]
     remote_rollouts: Callable[..., Any]
     is_ready: Callable[[Any], bool]
+    act: Callable[[Any, RolloutOptions], Acting | AgentsActing]
+    returns: Callable[[Any], Any]
+    collector: Callable[[], Any]
+    emitter: type[Emitter]
 
 
-ONE_AGENT = Places(Environments, ProcessEnvironments, RolloutProcesses, RemoteEnvironments, HostedRollouts, is_ready)
-SEVERAL_AGENTS = Places(
+def _one_acting(environments: Any, options: RolloutOptions) -> Acting:
+    spaces = environments.observation_space, environments.action_space
+    return acting_for(environments.envs[0], spaces, **options.acting_options)
+
+
+def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
+    return agents_acting_for(
+        environments.parts,
+        environments.envs[0],
+        **options.acting_options,
+        mapping=options.agent_to_module_mapping_fn,
+        joint_connector=options.joint_connector,
+        explore=options.explore,
+        may_be_stateful=options.lookback != 0,
+        acting=options.forward.options,
+    )
+
+
+ONE_AGENT = RolloutKind(
+    Environments,
+    ProcessEnvironments,
+    RolloutProcesses,
+    RemoteEnvironments,
+    HostedRollouts,
+    is_ready,
+    _one_acting,
+    lambda acting: EpisodeReturns(),
+    EpisodeCollector[WholeEpisodes],
+    Emitter,
+)
+SEVERAL_AGENTS = RolloutKind(
     AgentEnvironments,
     AgentProcesses,
     AgentRolloutProcesses,
     RemoteAgentEnvironments,
     AgentHostedRollouts,
     lambda env: isinstance(env, MultiAgentVectorEnv),
+    _several_acting,
+    lambda acting: AgentReturns(acting.module.__contains__),
+    AgentEpisodeCollector,
+    AgentEmitter,
 )
 
 
@@ -60,12 +108,11 @@ def place(
     options: RolloutOptions,
     *,
     rollout: type,
-    places: Places,
+    kind: RolloutKind,
 ) -> tuple[Any, str, RolloutOptions]:
     """The node that steps the environments, under `where="auto"` why it is where it is, else "", and what is left.
 
     rollout    class of the rollout
-    places     nodes that step environments of this kind
 
     What is left are the options, without those that hosts were given which are started here. Raises EnvError,
     ModuleError or ValueError for options that don't go with the place, and what making environments raises.
@@ -82,16 +129,16 @@ def place(
             forward=replace(options.forward, compile=False),
         )
     if options.where == "auto" and not isinstance(env, RemoteHosts):
-        options, reason = _chosen_place(env, options, places, partial(trial_of, rollout, options))
+        options, reason = _chosen_place(env, options, kind, partial(trial_of, rollout, options))
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
             options.check_offloaded(is_remote=True)
     elif options.where == "rollouts":
         options.check_offloaded(is_remote=False)
-    return _environments_for(env, options, places), reason, options
+    return _environments_for(env, options, kind), reason, options
 
 
-def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
+def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any:
     """The node that steps the environments, in as many lanes as suit the place where `lanes` is None.
 
     Raises ValueError for another `where`, for `workers` where there are none, and for a list of seeds where hosts say
@@ -102,7 +149,7 @@ def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
     if isinstance(env, RemoteHosts):
         with closing_on_error(env.close):
             _check_remote(asked)
-        made = places.remote_envs if isinstance(env, RemoteEnvs) else places.remote_rollouts
+        made = kind.remote_envs if isinstance(env, RemoteEnvs) else kind.remote_rollouts
         return made(env, lanes=lanes, **asked.timeouts.keywords(), **options)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
@@ -111,15 +158,15 @@ def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
     options["slot_seeds"] = asked.slot_seeds
     if asked.autoreset_mode is not None:
         options["autoreset_mode"] = asked.autoreset_mode
-    if lanes is None and where != "inline" and not places.is_ready(env):
+    if lanes is None and where != "inline" and not kind.is_ready(env):
         # One lane of processes at the least steps while another is in the forward pass.
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
     options["lanes"] = lanes
     if where in ("processes", "rollouts"):
-        made = places.processes if where == "processes" else places.rollouts
+        made = kind.processes if where == "processes" else kind.rollouts
         return made(env, workers=workers, **asked.timeouts.keywords(), **options)
-    environments = places.inline(env, **options)
+    environments = kind.inline(env, **options)
     if where == "inline" and asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
     return environments if where == "inline" else ThreadEnvironments(environments, **asked.timeouts.keywords())
@@ -143,11 +190,11 @@ def _check_remote(options: RolloutOptions) -> None:
 
 
 def _chosen_place(
-    env: Any, options: RolloutOptions, places: Places, make_trial: Callable[[], Trial]
+    env: Any, options: RolloutOptions, kind: RolloutKind, make_trial: Callable[[], Trial]
 ) -> tuple[RolloutOptions, str]:
     """The options with the place that is fastest, and why; inline if that can't be measured."""
     here = replace(options, where="inline", workers=None)
-    if places.is_ready(env):
+    if kind.is_ready(env):
         return here, "where='inline': these vector environments are here already"
     try:
         result = race(env, options, make_trial())

@@ -19,12 +19,13 @@ from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
-from rollflow.nodes.rollout.execution import OnePolicy
 from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import ONE_AGENT
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.stages.acting import Acting
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.observe.waits import Sign
 
@@ -127,45 +128,51 @@ class Rollout(RolloutLoop[Fragment]):
     """
 
     returns: EpisodeReturns
-    _policy: OnePolicy
+    _acting: Acting
 
     @with_keywords(RolloutKeywords)
     def __init__(self, env: EnvSource | RemoteHosts, **keywords: Unpack[RolloutKeywords]) -> None:
         options = options_of(keywords, RolloutKeywords, "Rollout")
         check_flags(explore=options.explore)
         self.env_kwargs, env = dict(options.env_kwargs or {}), with_kwargs(env, options.env_kwargs)
-        super().__init__(env, options, rollout=Rollout, places=ONE_AGENT, policy=OnePolicy)
+        super().__init__(env, options, rollout=Rollout, kind=ONE_AGENT)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        return self.hooks.tell_version(self._policy.publish(weights, self._execution.send))
+        version = self._acting.weights.publish(weights)
+        self._execution.send({DEFAULT_MODULE_ID: (version, weights)})
+        return self.hooks.tell_version(version)
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.
 
         Raises ModuleError when they are not the module's.
         """
-        is_new = self._policy.publish_as(version, weights, self._execution.send)
-        return self.hooks.tell_if_new(version, is_new=is_new)
+        newest = self._acting.weights
+        if version <= newest.version:
+            return False
+        newest.check(weights)
+        self._execution.send({DEFAULT_MODULE_ID: (version, weights)})  # first: a turn may begin once it is there
+        return self.hooks.tell_if_new(version, is_new=newest.publish_as(version, weights))
 
     @property
     def policy_version(self) -> int:
         """The version published last; 0 before any."""
-        return self._policy.weights.version
+        return self._acting.weights.version
 
     def policy(self, **options: Any) -> Policy:
         """The policy that acts now, with the weights published last, to act without this rollout; see `Policy`.
 
         options    `explore`, `learns`, `device` and `seed` of it
         """
-        environments, acting = self.environments, self._policy
+        environments, acting = self.environments, self._acting
         spaces = {"observation_space": environments.observation_space, "action_space": environments.action_space}
         facts = {"environment": name_of_env(self._env, self.env_kwargs), "steps": self.num_steps}
         facts |= {VECTOR_STEPS: environments.vector_steps}
-        return policy_now(acting.acting.copy, acting.weights, acting.pipelines, facts, **spaces, **options)
+        return policy_now(acting.copy, acting.weights, acting.pipelines, facts, **spaces, **options)
 
     def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False, **options: Any) -> None:
         """Save the policy that acts now, for other programs: `Policy.load`. Options are those of `Policy.save`."""
@@ -185,7 +192,7 @@ class Rollout(RolloutLoop[Fragment]):
     def signs(self) -> Sequence[Sign]:
         """Silent faults: those of every rollout, of its module and of its returns."""
         (published, returns), version = self._checks, self.policy_version
-        made = version - self._policy.weights.first_version
+        made = version - self._acting.weights.first_version
         return *super().signs(), *published.signs(made, self._learner_meter.items), *returns.signs(version)
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
@@ -199,7 +206,7 @@ class Rollout(RolloutLoop[Fragment]):
     # Inside
 
     def _make_learner(self) -> None:
-        acting = self._policy.acting
+        acting = self._acting
         self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
         pieces = pieces_given(self._options.learner_connector, "learner_connector", *acting.spaces)
         self.has_learner_pieces = bool(pieces)  # beside the default ones
@@ -218,7 +225,7 @@ class Rollout(RolloutLoop[Fragment]):
             )
 
     def _make_lanes(self) -> None:
-        pipelines, acting = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting
+        pipelines, acting = (*self._acting.pipelines, self.learner_pipeline), self._acting
         lookback = lookback_for(self._options.lookback, pipelines, stateful=acting.is_stateful)
         acting.make_lanes(self.environments, lookback, self.seed)
 

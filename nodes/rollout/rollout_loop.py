@@ -22,9 +22,9 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
-from rollflow.nodes.rollout.execution import ActingPolicy, Execution
+from rollflow.nodes.rollout.execution import Execution
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
-from rollflow.nodes.rollout.placement import Places, place
+from rollflow.nodes.rollout.placement import RolloutKind, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, RolloutIterator
 from rollflow.stream.data.errors import GraphError, RunError, shown
@@ -52,8 +52,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     env        environments, as they were given
     options    its keywords
     rollout    class of the rollout
-    places     nodes that step environments of this kind
-    policy     makes what acts in them
+    kind       parts of rollouts with one agent in each environment, or several
     """
 
     def __init__(
@@ -62,16 +61,16 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         options: RolloutOptions,
         *,
         rollout: type,
-        places: Places,
-        policy: type[ActingPolicy],
+        kind: RolloutKind,
     ) -> None:
         self._env, self.seed = env, options.seed
-        self.environments, self.placement, options = place(env, options, rollout=rollout, places=places)
+        self.environments, self.placement, options = place(env, options, rollout=rollout, kind=kind)
         with closing_on_error(self.environments.close):
             self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options.watch)
-            acts: Any = policy(self.environments, options, self.metrics)
-            self._policy = acts
-            self.module, self.returns = acts.module, acts.returns
+            acts: Any = kind.act(self.environments, options)
+            acts.set_spaces(self.environments)
+            self._acting = acts
+            self.module, self.returns = acts.module, kind.returns(acts)
             for pipeline in acts.pipelines:
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not options.debug
@@ -84,10 +83,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 first=acts.first_versions,
             )
             self._rounds: FragmentRounds[F] = FragmentRounds(
-                range(self.environments.num_lanes), lag, self.returns, acts.collector
+                range(self.environments.num_lanes), lag, self.returns, kind.collector()
             )
             self._ledger = Ledger()  # of fragments in a graph
-            self._execution = Execution(self.environments, acts, options.num_fragments, self._ledger)
+            self._execution = Execution(
+                self.environments, acts, options, self.metrics, emitter=kind.emitter, ledger=self._ledger
+            )
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
         self._credits = FragmentCredits(self.environments, self._rounds, options.prefetch, self._execution)
         self.hooks = self._rounds.hooks
@@ -140,7 +141,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def replica(self) -> Replica:
         """Copy of what acts, for another process."""
-        return Replica.of(self._policy.acting)
+        return Replica.of(self._acting)
 
     def be_drawn_anew(self) -> None:
         """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.
@@ -392,7 +393,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         if wrong := [name for name, count in counts.items() if not is_whole(count) or count < 0]:
             text = f"state has {shown(counts[wrong[0]])} under {wrong[0]!r}, expected whole numbers from 0 on"
             raise ValueError(text)
-        self._policy.go_on_from(versions)
+        self._acting.go_on_from(versions)
         self.environments.begin_at(int(state["vector_steps"]))
         self._steps_before = int(state["steps"])
         self.log.go_on_from(self._steps_before, int(state["rounds"]))

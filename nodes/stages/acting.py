@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -34,13 +34,18 @@ logger = logging.getLogger(__name__)
 class Acting:
     """A module as it acts in environments of one agent. A pickled one has the copy alone, with the weights loaded.
 
+    What rollouts ask of it they ask of an `AgentsActing` as well.
+
     module                          as it was given, or made: it is not changed by acting
     copy                            that acts, and that published weights alone change
     spaces                          of what the module sees, and of what it chooses
     env_to_module, module_to_env    default pipelines with the pieces given
 
     weights                         of the copy, as they are published
+    most_agents                     in each environment
     """
+
+    most_agents: ClassVar = 1
 
     module: Any
     copy: Any
@@ -70,6 +75,29 @@ class Acting:
         """Every pipeline with its name in messages."""
         return [("env_to_module", self.env_to_module), ("module_to_env", self.module_to_env)]
 
+    @property
+    def pipelines(self) -> list[Any]:
+        """Every pipeline."""
+        return [self.env_to_module, self.module_to_env]
+
+    def versions(self) -> dict[Any, int]:
+        """Module -> policy version published last; "" stands for the only module."""
+        return {"": self.weights.version}
+
+    def first_versions(self) -> dict[Any, int]:
+        """Module -> the policy version that it began with; none: modules neither come nor go."""
+        return {}
+
+    def go_on_from(self, versions: Mapping[Any, int]) -> None:
+        """Begin with the policy versions of an earlier run. Raises ValueError, ModuleError or RunError."""
+        if versions.keys() != {""}:
+            raise ValueError(f"state has versions of {list(versions)}, expected that of one module, of a Rollout")
+        self.weights.go_on_from(versions[""])
+
+    def begin_lane(self, lane: Lane, seed: int) -> None:
+        """Give a lane the generators that its actions are sampled with."""
+        lane.shared_data |= sampling_data(lane.index, seed, "module")
+
     def make_lanes(self, environments: Any, lookback: int, seed: int, sequence: int = 0) -> None:
         """Have environments make lanes that look back so many steps, with what the module samples with.
 
@@ -77,7 +105,7 @@ class Acting:
         """
         environments.make_lanes(lookback)
         for lane in environments.lanes:
-            seed_lane(lane, seed)
+            self.begin_lane(lane, seed)
             lane.fragment.sequence = sequence
 
     def set_spaces(self, environments: Any) -> None:
@@ -175,11 +203,6 @@ def chosen_space(module: Any, action_space: gym.Space[Any]) -> gym.Space[Any]:
 def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Options of `torch.compile`; None where passes are not compiled."""
     return None if asked is False else {} if asked is True else dict(asked)
-
-
-def seed_lane(lane: Lane, seed: int) -> None:
-    """Give a lane the generators that its actions are sampled with."""
-    lane.shared_data |= sampling_data(lane.index, seed, "module")
 
 
 def sampling_data(lane: int, seed: int, name: str) -> dict[str, Any]:

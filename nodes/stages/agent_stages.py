@@ -10,6 +10,7 @@ import numpy as np
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.acting import left_by, sampling_data
@@ -386,6 +387,31 @@ class AgentsActing:
     def pipelines(self) -> list[Any]:
         """Every pipeline, that of the joint pieces first."""
         return [pipeline for _, pipeline in self.named_pipelines]
+
+    @property
+    def module(self) -> MultiRLModule:
+        """The modules that are trained, by id."""
+        return self.modules.modules
+
+    @property
+    def most_agents(self) -> int:
+        """Number of the agents in each environment."""
+        return sum(len(part.agents) for part in self.parts)
+
+    def versions(self) -> dict[Any, int]:
+        """Module id -> the policy version that was published last."""
+        return self.modules.versions()
+
+    def first_versions(self) -> dict[Any, int]:
+        """Module id -> the policy version that the module began with."""
+        return self.modules.first_versions()
+
+    def go_on_from(self, versions: Mapping[Any, int]) -> None:
+        """Have modules begin with the policy versions of an earlier run. Raises ModuleError or RunError."""
+        self.modules.go_on_from(versions)
+
+    def begin_lane(self, lane: MultiAgentLane, seed: int) -> None:
+        """Do nothing: a lane makes what a module samples with when it first serves an agent."""
 
     @property
     def by_id(self) -> dict[Any, tuple[Any, PolicyWeights]]:
