@@ -68,11 +68,15 @@ class FileSet:
     folder      of the dataset, which is locked
     number      of the files
 
+    num_steps   that were handed over to be written
+    opened_at   time of `monotonic`
+
     Small fragments wait, and become one row group: to make a table and to write it takes a while, however small it is.
     """
 
     def __init__(self, folder: DatasetFolder, number: int) -> None:
         self._folder, self.number = folder, number
+        self.num_steps, self.opened_at = 0, time.monotonic()
         self._files: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
         self._rows: dict[str, list[Any]] = {}
@@ -84,11 +88,12 @@ class FileSet:
         """Bytes of all files, and of what waits for them."""
         return self._waiting_bytes + self._written_bytes
 
-    def write(self, rows: Mapping[str, FragmentRows | EnvChunks]) -> None:
-        """Write what is stored of a fragment, or let it wait for others.
+    def write(self, rows: Mapping[str, FragmentRows | EnvChunks], num_steps: int) -> None:
+        """Write what is stored of a fragment of so many steps, or let it wait for others.
 
         rows    by the folder of their files, such as "" or "modules/red/"
         """
+        self.num_steps += num_steps
         for folder, each in rows.items():
             self._rows.setdefault(folder, []).append(each)
             self._waiting_bytes += each.nbytes
@@ -205,12 +210,15 @@ _Rows = Mapping[str, FragmentRows | EnvChunks]  # as `FileSet.write` takes them
 
 @dataclass(slots=True)
 class _StepCounts:
-    """Numbers of steps: handed to a sink, on the way to a file, in committed files, and not written after a failure."""
+    """Numbers of steps: handed to a sink, and in committed files."""
 
     handed_over: int = 0
-    under_way: int = 0
     committed: int = 0
-    unwritten: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Those that no committed file has."""
+        return self.handed_over - self.committed
 
 
 class DatasetSink:
@@ -274,7 +282,6 @@ class DatasetSink:
         self._executor: ThreadPoolExecutor | None = None
         self._room = threading.BoundedSemaphore(self._queue_size)
         self._files: FileSet | None = None
-        self._opened_at = 0.0
         self._failure: Exception | None = None
         self._steps = _StepCounts()
         self._is_reported = self._is_ending = False
@@ -302,7 +309,9 @@ class DatasetSink:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()
         self._steps.handed_over += fragment.num_steps
-        self._executor.submit(self._write, rows, fragment.num_steps)
+        self._executor.submit(self._work, partial(self._write, rows, fragment.num_steps)).add_done_callback(
+            lambda _: self._room.release()
+        )
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
         """Find the rollout among the nodes that lead to the sink, unless it was an argument; no node changes."""
@@ -317,7 +326,7 @@ class DatasetSink:
         Raises DatasetError if writing has failed.
         """
         if self._executor is not None:
-            self._executor.submit(self._commit).result()
+            self._executor.submit(self._work, self._commit).result()
         self._raise_failure()
 
     def finish(self) -> Iterator[None]:
@@ -335,7 +344,7 @@ class DatasetSink:
         if self._executor is not None:
             if not self._is_ending:
                 self._is_ending = True
-                self._executor.submit(self._commit)
+                self._executor.submit(self._work, self._commit)
             self._executor.shutdown()  # which Ctrl-C breaks off: the next call goes on waiting
             self._executor = None
         self._abandon.detach()
@@ -453,37 +462,41 @@ class DatasetSink:
         return {"metadata": self._metadata, "rollout": rollout, "versions": versions}
 
     def _raise_failure(self) -> None:
-        """Raise DatasetError if writing has failed, once all that waits is counted."""
-        if self._failure is None:
-            return
-        if self._executor is not None and not self._is_ending:
-            self._executor.submit(int).result()  # behind all that was handed over before
-        self._is_reported = True
-        raise DatasetError(
-            f"writing to {self._folder.path} has failed: {self._failure}; {self._steps.unwritten} steps that were "
-            f"handed over are not in the dataset, {self._steps.committed} are"
-        ).see("dataset") from self._failure
+        """Raise DatasetError if writing has failed."""
+        if self._failure is not None:
+            self._is_reported = True
+            raise DatasetError(
+                f"writing to {self._folder.path} has failed: {self._failure}; {self._steps.lost} steps that were "
+                f"handed over are not in the dataset, {self._steps.committed} are"
+            ).see("dataset") from self._failure
 
     # Inside: in the thread that writes
 
-    def _write(self, rows: _Rows | Callable[[], _Rows], num_steps: int) -> None:
+    def _work(self, job: Callable[[], None]) -> None:
+        """Do something with the files, unless it has failed before: then nothing is written any more."""
+        if self._failure is not None:
+            return
         try:
-            if self._failure is not None:
-                self._steps.unwritten += num_steps
-                return
-            self._steps.under_way += num_steps
-            try:
-                if self._files is None:
-                    self._files, self._opened_at = FileSet(self._folder, self._next_number), time.monotonic()
-                    self._next_number += 1
-                self._files.write(rows() if callable(rows) else rows)
-            except Exception as error:
-                self._fail(error)
-                return
-        finally:
-            self._room.release()
-        if self._files.nbytes >= self._max_bytes or time.monotonic() - self._opened_at >= self._max_s:
+            job()
+        except Exception as error:
+            if self._files is not None:
+                self._files.discard()
+                self._files = None
+            self._failure = error
+
+    def _write(self, rows: _Rows | Callable[[], _Rows], num_steps: int) -> None:
+        if self._files is None:
+            self._files = FileSet(self._folder, self._next_number)
+            self._next_number += 1
+        self._files.write(rows() if callable(rows) else rows, num_steps)
+        if self._files.nbytes >= self._max_bytes or time.monotonic() - self._files.opened_at >= self._max_s:
             self._commit()
+
+    def _commit(self) -> None:
+        if self._files is not None:
+            self._files.commit()
+            self._steps.committed += self._files.num_steps
+            self._files = None
 
     def _rows_of(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> _Rows:
         """What is stored of a fragment."""
@@ -492,35 +505,14 @@ class DatasetSink:
             return {"": FragmentRows(fragment, columns[""], runs)}
         return agent_rows_of(fragment, columns, runs)
 
-    def _commit(self) -> None:
-        files = self._files
-        if files is None or self._failure is not None:
-            return
-        try:
-            files.commit()
-        except Exception as error:
-            self._fail(error)
-            return
-        self._steps.committed, self._steps.under_way = self._steps.committed + self._steps.under_way, 0
-        self._files = None
-
-    def _fail(self, error: Exception) -> None:
-        """Give up: nothing is written from now on."""
-        files, self._files = self._files, None
-        self._steps.unwritten, self._steps.under_way = self._steps.unwritten + self._steps.under_way, 0
-        if files is not None:
-            files.discard()
-        self._failure = error
-
 
 def _abandon(folder: DatasetFolder, steps: _StepCounts) -> None:
     """Unlock the folder of a sink that is gone, or whose process ends, before it was closed; log what it loses."""
     folder.unlock()
-    lost = steps.handed_over - steps.committed - steps.unwritten
-    if lost:
+    if steps.lost:
         logger.warning(
             "a DatasetSink to %s was not closed: %d steps that were handed over are not in the dataset; expected a "
             "with block, or close()",
             folder.path,
-            lost,
+            steps.lost,
         )
