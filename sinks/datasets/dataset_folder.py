@@ -17,7 +17,6 @@ A file is written under a name that begins with a dot, which Parquet's readers p
 whole. The file of episodes is renamed first: the file of steps, which comes after it, commits both.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -26,18 +25,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference
+from rollflow.sinks.locked_folder import LOCK, LockedFolder, sync
 from rollflow.stream.data.errors import DatasetError, PolicyError
-from rollflow.stream.data.system import lock_file, unlock_file
 
 FORMAT, VERSION = "rollflow dataset", 1
 AGENTS_VERSION = 2  # of a dataset of several agents
 STEPS, EPISODES, ENV_EPISODES, MODULES = "steps", "episodes", "env_episodes", "modules"
 LAST_OBS, ENV_EPS_ID, ENV_T = "last_obs", "env_eps_id", "env_t"
 MARK = "rollflow.files"
-DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
+DESCRIPTION, _SUFFIX = "dataset.json", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
 _AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
 _OF_OTHERS = {  # a file that tells what a folder is, and whose it is
@@ -50,17 +48,18 @@ _OF_OTHERS = {  # a file that tells what a folder is, and whose it is
 logger = logging.getLogger(__name__)
 
 
-class DatasetFolder:
+class DatasetFolder(LockedFolder):
     """Files of one dataset; nothing is opened or made before a method is called.
 
     path         of the folder
     committed    numbers of the files that are committed, in the folder of a module; None: the names say it
     """
 
+    description, noun, writer, page, error = DESCRIPTION, "a dataset", "another sink", "dataset", DatasetError
+
     def __init__(self, path: str | os.PathLike[str], committed: Collection[int] | None = None) -> None:
-        self.path = Path(path)
+        super().__init__(path)
         self._committed = committed
-        self._lock: int | None = None
 
     @property
     def has_agents(self) -> bool:
@@ -111,12 +110,12 @@ class DatasetFolder:
         """The description. Raises DatasetError where there is none, or it is damaged or of a newer format."""
         path = self.path / DESCRIPTION
         try:
-            text = json.loads(path.read_bytes())
+            text = self.read_description()
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing() from None
         except (ValueError, OSError) as error:
             raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered").see("dataset") from None
-        if not isinstance(text, dict) or text.get("format") != FORMAT or type(text.get("version")) is not int:
+        if text.get("format") != FORMAT or type(text.get("version")) is not int:
             raise DatasetError(f"{path} describes no dataset, expected the format {FORMAT!r} and a version")
         if (version := text["version"]) > AGENTS_VERSION:
             raise DatasetError(
@@ -130,7 +129,7 @@ class DatasetFolder:
     def _missing(self) -> DatasetError:
         if self.path.is_file():
             return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
-        if (self.path / _LOCK).exists():
+        if (self.path / LOCK).exists():
             if not any(self.path.glob(f"*/*{_SUFFIX}")):
                 return no_steps(self.path)
             return DatasetError(f"{self.path} has files of a dataset, but {DESCRIPTION} is missing").see("dataset")
@@ -150,27 +149,12 @@ class DatasetFolder:
     # Writing
 
     def lock(self) -> None:
-        """Make the folder, and hold it against other sinks.
-
-        Raises DatasetError where another one writes there, and where no folder can be made.
-        """
-        if self.path.is_file():
-            raise DatasetError(f"{self.path} is a file, expected a folder, or a path where one can be made")
+        """See `LockedFolder`. Raises DatasetError for the folder of a module."""
         if self.path.absolute().parent.name == MODULES and (self.path.parent.parent / DESCRIPTION).exists():
             raise DatasetError(f"{self.path} is a module's part of the dataset at {self.path.parent.parent}").see(
                 "dataset"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
-        if not lock_file(fd):
-            os.close(fd)
-            raise DatasetError(
-                f"another sink writes to {self.path}, expected one at a time: close it, or use another folder"
-            ).see("dataset")
-        self._lock = fd
+        super().lock()
 
     def check_is_own(self) -> None:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
@@ -186,13 +170,6 @@ class DatasetFolder:
                     f"{self.path} has {kind}/{found[0].name} but no {DESCRIPTION}, expected a dataset, or a folder "
                     f"without files in {STEPS} and {EPISODES}"
                 ).see("dataset")
-
-    def unlock(self) -> None:
-        """Let other sinks write."""
-        if self._lock is not None:
-            unlock_file(self._lock)
-            os.close(self._lock)
-            self._lock = None
 
     def remove_left(self) -> list[int]:
         """Remove files that were never committed, which a killed sink has left; return the numbers of the others.
@@ -270,10 +247,9 @@ class DatasetFolder:
 
     def _write(self, description: dict[str, Any]) -> None:
         try:
-            write_file(self.path / DESCRIPTION, json.dumps(description, indent=1).encode())
-            sync(self.path)
+            self.write_description(description)
         except OSError as error:
-            raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
+            raise DatasetError(f"a dataset can't be written to {self.path}: {error}").see("dataset") from error
 
     def check_kind(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
         """Raise DatasetError, with the fields that differ, unless fragments of a kind fit a description."""
@@ -311,15 +287,6 @@ def no_steps(path: Path) -> DatasetError:
     return DatasetError(
         f"the dataset at {path} has no steps yet: no file is committed; expected a sink that had fragments, and closed"
     ).see("dataset")
-
-
-def sync(path: Path) -> None:
-    """Write a file's contents, or a folder's names, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from rollflow.sinks.datasets.dataset_folder import (
     STEPS,
     DatasetFolder,
     make_folder,
-    sync,
 )
 from rollflow.sinks.datasets.fragment_tables import (
     EnvChunks,
@@ -46,6 +45,7 @@ from rollflow.sinks.datasets.fragment_tables import (
 )
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
+from rollflow.sinks.locked_folder import sync
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, PolicyError, shown
 from rollflow.stream.data.tree import kind_of, map_tree

@@ -10,15 +10,12 @@ that the last checkpoint went up to. They go into new files, and files that the 
 another manifest has taken its place: after a kill at any moment, the last whole checkpoint stands.
 """
 
-import errno
 import hashlib
 import io
 import json
-import os
 import secrets
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,8 @@ import numpy as np
 
 from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.part_records import ArraysByName, from_plain, to_plain
+from rollflow.sinks.locked_folder import LockedFolder
 from rollflow.stream.data.errors import PolicyError, ReplayError
-from rollflow.stream.data.system import lock_file, unlock_file
 
 MANIFEST = "manifest.json"
 _FORMAT = "rollflow replay 2"
@@ -35,16 +32,15 @@ _PLAIN = "plain"  # name of the JSON text among the arrays of a file
 _OURS = "index-*.npz", "rows-*.npz", ".*.new"
 
 
-class CheckpointFolder:
+class CheckpointFolder(LockedFolder):
     """Folder with the newest checkpoint of a replay, which one replay at a time writes.
 
     path    of the folder, which is made
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._newest: dict[str, Any] | None = None  # the manifest that was written or read last
-        self._held: int | None = None  # descriptor of the folder, while it is locked
+    description, noun, page, error = MANIFEST, "a replay's checkpoint", "replay", ReplayError
+    writer = "another replay, or a replay host,"
+    _newest: dict[str, Any] | None = None  # the manifest that was written or read last
 
     @property
     def is_there(self) -> bool:
@@ -62,34 +58,12 @@ class CheckpointFolder:
             return []
         return [int(table["end"]) for table in known["tables"]] if known == self._newest else []
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep others from writing here in a block. Raises ReplayError where another one does, or for a file."""
-        if self.path.is_file():
-            raise ReplayError(f"{self.path} is a file, expected a replay's checkpoint, which is a folder, or nothing")
-        self.path.mkdir(parents=True, exist_ok=True)
-        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if not lock_file(folder):
-                text = f"another replay, or a replay host, writes to {self.path}, expected a folder for each"
-                raise ReplayError(text).see("replay")
-            self._held = folder
-            try:
-                yield
-            finally:
-                self._held = None
-                unlock_file(folder)
-        finally:
-            os.close(folder)
-
     def write(self, state: Mapping[str, Any]) -> None:
         """Write a state of plain values and arrays, as `Replay.get_state(since())` gave it, in a block of `held`.
 
         Raises OSError; what was there stays then.
         """
-        assert self._held is not None
-        if not os.path.samestat(os.fstat(self._held), os.stat(self.path)):  # a disk may have gone, or come
-            raise OSError(errno.ESTALE, "it is no longer the folder that it was", os.fspath(self.path))
+        self.check_held()
         token, made = secrets.token_hex(8), list[str]()
 
         def written(name: str, part: Any) -> dict[str, str]:
@@ -112,8 +86,7 @@ class CheckpointFolder:
                 tables.append({"end": table["rows"]["counts"]["end"], "blocks": blocks})
             index = written(f"index-{token}.npz", {**state, "tables": [*map(_without_blocks, state["tables"])]})
             manifest = {"index": index, "tables": tables}
-            text = {"format": _FORMAT, "sha256": _digest(manifest), **manifest}
-            write_file(self.path / MANIFEST, json.dumps(text, indent=1).encode())
+            self.write_description({"format": _FORMAT, "sha256": _digest(manifest), **manifest})
         except BaseException:
             for name in made:
                 (self.path / name).unlink(missing_ok=True)
@@ -142,14 +115,12 @@ class CheckpointFolder:
 
     def _manifest(self) -> dict[str, Any]:
         """What the manifest says, but for its format and its own digest."""
-        path = self.path / MANIFEST
         try:
-            text = json.loads(path.read_bytes())
-            if text.pop("format") != _FORMAT or text.pop("sha256") != _digest(text):
+            manifest = self.read_description()
+            if manifest.pop("format") != _FORMAT or manifest.pop("sha256") != _digest(manifest):
                 raise ValueError("it was altered, or is of another version")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, error) from None
-        manifest: dict[str, Any] = text
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.path / MANIFEST, error) from None
         return manifest
 
     def _part(self, record: Mapping[str, str]) -> Any:

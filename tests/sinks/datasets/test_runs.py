@@ -67,9 +67,9 @@ def test_another_environment_with_the_same_spaces_is_logged(tmp_path: Path, capl
 def test_a_bad_folder_is_refused_when_the_sink_is_made(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(DatasetError, match=f"{file} is a file, expected a folder"):
+    with pytest.raises(DatasetError, match=f"{file} is a file, expected a dataset, which is a folder"):
         DatasetSink(file)
-    with pytest.raises(DatasetError, match=f"no dataset can be written to {file}/below"):
+    with pytest.raises(DatasetError, match=f"a dataset can't be written to {file}/below"):
         DatasetSink(file / "below")
     with pytest.raises(DatasetError, match=f"{file} is a file, expected the folder of a dataset"):
         DatasetSource(file)

@@ -1,0 +1,94 @@
+"""Folder that a file of JSON describes, and that one program at a time writes to."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollflow.nodes.policies.artifact_files import write_file
+from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.data.system import lock_file, unlock_file
+
+LOCK = ".lock"
+
+
+class LockedFolder:
+    """Folder that a file of JSON describes, which is replaced as a whole. Nothing is made before a method is called.
+
+    path           of the folder
+
+    description    name of the file
+    noun, writer   what the folder is, and who else may write there, in errors
+    page           of the documentation
+    error          kind of the errors
+    """
+
+    description: ClassVar[str]
+    noun: ClassVar[str]
+    writer: ClassVar[str]
+    page: ClassVar[str]
+    error: ClassVar[type[RollflowError]]
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Make the folder, and keep others from writing there. Raises `error` where another one does, or none can."""
+        if self.path.is_file():
+            raise self.error(f"{self.path} is a file, expected {self.noun}, which is a folder, or nothing")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self.error(f"{self.noun} can't be written to {self.path}: {error}").see(self.page) from error
+        if not lock_file(fd):
+            os.close(fd)
+            text = f"{self.writer} writes to {self.path}, expected one at a time: close it, or use another folder"
+            raise self.error(text).see(self.page)
+        self._lock = fd
+
+    def unlock(self) -> None:
+        """Let others write."""
+        if self._lock is not None:
+            unlock_file(self._lock)
+            os.close(self._lock)
+            self._lock = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lock the folder for a block."""
+        self.lock()
+        try:
+            yield
+        finally:
+            self.unlock()
+
+    def check_held(self) -> None:
+        """Raise OSError where the folder is no longer the one that was locked: a disk may have gone, or come."""
+        assert self._lock is not None
+        if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK)):
+            raise OSError(errno.ESTALE, "it is no longer the folder that it was", os.fspath(self.path))
+
+    def write_description(self, fields: Mapping[str, Any]) -> None:
+        """Put another description into the place of the one that is there. Raises OSError; that one stays then."""
+        write_file(self.path / self.description, json.dumps(fields, indent=1).encode())
+        sync(self.path)
+
+    def read_description(self) -> dict[str, Any]:
+        """The description. Raises OSError where there is none, ValueError for what is no JSON object."""
+        if not isinstance(fields := json.loads((self.path / self.description).read_bytes()), dict):
+            raise ValueError("it is no JSON object")
+        return fields
+
+
+def sync(path: Path) -> None:
+    """Write a file's contents, or a folder's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
