@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from threading import Event, RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -24,9 +25,9 @@ from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.diagnosis import Diagnosis
-from rollflow.stream.observe.run_socket import RunSocket
+from rollflow.stream.observe.run_socket import TRACE_BEGUN, RunSocket
 from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now, stack_lines, stack_of_thread
-from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
+from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace
 from rollflow.stream.observe.waits import Look, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallWatch
 
@@ -65,16 +66,18 @@ class Tracing:
             with self._lock:
                 self._begin(open_trace(path))
 
-    def serve(self, asker: socket.socket) -> None:
-        """Begin a trace that is sent to who asks for it, until that end of the connection says no more.
+    def serve(self, asker: socket.socket, path: Path) -> None:
+        """Begin a trace to a file for who asks for it, until that end of the connection says no more.
 
-        Where there is none to be had, the asker gets nothing. From any thread.
+        Where there is none to be had, the asker is told nothing. From any thread.
         """
         poll = select.poll()
         poll.register(asker, select.POLLIN)
-        with self._lock:
-            if self._trace is None:
-                self._begin(asker.makefile("wb"), lambda: not poll.poll(0), asker)
+        with self._lock, suppress(OSError, ValueError):
+            if self._trace is None and (path.is_file() or not path.exists()):  # to open a pipe may take for ever
+                check_trace(path)
+                self._begin(open_trace(path), lambda: not poll.poll(0), asker)
+                asker.sendall(TRACE_BEGUN)
                 return
         _hang_up(asker)
 

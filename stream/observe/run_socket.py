@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,15 @@ _PAUSE_S = 0.25  # until it is tried again whether there are descriptors for a c
 _TRIES = 5  # to open a socket in a folder that others remove when they end
 
 Snapshot = Callable[[], dict[str, Any]]
-Serve = Callable[[socket.socket], None]
+Serve = Callable[[socket.socket, Path], None]
 FOLDER = "ROLLFLOW_RUNS"
 """Variable that names another folder; empty: runs have no sockets."""
 ANSWER_S = 2.0
 SUFFIX = ".sock"
-ASK_TRACE = b"trace\n"  # what an asker says to get a trace; one that says nothing gets a snapshot
+ASK_TRACE, TRACE_BEGUN = b"trace\n", b"+"  # what is said before a trace's path, and what is said to that
+_LONGEST = 1 << 12  # path of a trace
 _MOST = 1 << 26  # bytes of a snapshot
 _END_S = 10.0  # that a run has to end a trace
-_LOOK_S = 0.1  # between two looks at whether a trace is over
 
 
 class RunSocket:
@@ -43,8 +43,8 @@ class RunSocket:
 
     began       time when the run began, in seconds since 1970
     snapshot    method that gives what the run says of itself; called in a thread of the socket, and held weakly
-    trace       method that sends a trace over a connection, and closes it. It is called where the other end has said
-                `ASK_TRACE`, and held weakly, too. None: there are snapshots alone
+    trace       method that writes a trace to a path for as long as a connection lasts. It is called where the other end
+                has said `ASK_TRACE` and the path, and held weakly, too. None: there are snapshots alone
 
     The thread waits until somebody asks. It answers while the run's own thread hangs in a call. A run without a socket,
     where none could be made, runs all the same.
@@ -140,20 +140,22 @@ def _serve(
                 pausing.poll(_PAUSE_S * 1e3)
                 continue
             with asking, suppress(OSError):  # who asks may be gone
-                serve = trace() if trace is not None and _wants_trace(asking) else None
+                serve = None if trace is None else trace()
+                asked = b"" if serve is None else _said(asking)
                 asking.settimeout(_SEND_S)
-                if serve is None:
-                    asking.sendall(_answer(snapshot(), began))
+                if serve is not None and asked.startswith(ASK_TRACE):
+                    serve(asking.dup(), Path(os.fsdecode(asked.removeprefix(ASK_TRACE))))
                 else:
-                    serve(asking.dup())
+                    asking.sendall(_answer(snapshot(), began))
 
 
-def _wants_trace(asking: socket.socket) -> bool:
+def _said(asking: socket.socket) -> bytes:
+    """What an asker says; nothing where it wants a snapshot."""
     asking.settimeout(_ASK_S)
     try:
-        return asking.recv(len(ASK_TRACE)) == ASK_TRACE
+        return asking.recv(_LONGEST)
     except TimeoutError:
-        return False
+        return b""
 
 
 def _answer(snapshot: Snapshot | None, began: float) -> bytes:
@@ -230,35 +232,24 @@ def snapshot_at(path: Path) -> dict[str, Any]:
     return {**found, "path": str(path)}
 
 
-def trace_at(path: Path, over: Callable[[], bool]) -> Iterator[bytes]:
-    """Pieces of the trace that the run behind a socket makes, from now until `over` says so or the run ends.
+def trace_at(path: Path, to: Path, seconds: float) -> None:
+    """Have the run behind a socket write a trace, for so long, or until Ctrl-C or the end of the run.
 
-    Raises OSError where there is no run, or it gives no trace.
+    Raises OSError where there is no run, or it writes no trace.
     """
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(ANSWER_S)
         asking.connect(str(path))
-        asking.sendall(ASK_TRACE)
-        data = asking.recv(1 << 16)
-        if not data.startswith(b"["):  # nothing, or a snapshot of who does not know better
-            raise ConnectionRefusedError(f"{path} gives no trace: it is being traced already, or has none to give")
-        yield data
-        asking.settimeout(_LOOK_S)
-        has_said = False
-        while True:
-            if not has_said and over():
-                has_said = True
-                asking.shutdown(socket.SHUT_WR)
-                asking.settimeout(_END_S)
-            try:
-                data = asking.recv(1 << 16)
-            except TimeoutError:
-                if has_said:
-                    raise
-                continue
-            if not data:
-                return
-            yield data
+        asking.sendall(ASK_TRACE + os.fsencode(to.absolute()))
+        if asking.recv(len(TRACE_BEGUN)) != TRACE_BEGUN:
+            raise ConnectionRefusedError(f"{path} writes no trace: it is being traced already, or can't write {to}")
+        try:
+            asking.settimeout(seconds)
+            asking.recv(1)  # which ends with the run
+        except (TimeoutError, KeyboardInterrupt):
+            asking.shutdown(socket.SHUT_WR)
+            asking.settimeout(_END_S)
+            asking.recv(1)  # which ends with the file
 
 
 def _snapshot_or_none(path: Path) -> dict[str, Any] | None:

@@ -161,8 +161,6 @@ class Trace:
                 end = {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "name": "end of the trace"}
                 end |= {"ts": self._us(perf_counter_ns()), "args": {"dropped": self._dropped}}
                 self._file.write(f"{json.dumps(end)}\n]\n".encode())
-        except ConnectionError:
-            logger.debug("who asked for the trace is gone")
         except OSError as error:
             logger.warning("the trace ends: %s", error)
         finally:

@@ -1,17 +1,17 @@
 """`rollflow trace`: a trace of a run in another process."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from command_errors import Says
+from held_envs import await_file
 from serving_process import command
 from traces import assert_nested, events_of, flows, tracks
 
@@ -83,31 +83,33 @@ def test_ctrl_c_ends_the_trace_and_the_run_goes_on(pid: int, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_process_that_was_forked_meanwhile_does_not_hold_up_the_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_socket, "_END_S", 1.0)
-    over = threading.Event()
-    with Rollout("CartPole-v1", fragment_length=8) as rollout:
+    path = tmp_path / "run.trace"
+    with Rollout("CartPole-v1", fragment_length=8) as rollout, ThreadPoolExecutor() as threads:
         next(rollout.batches())
-        pieces = run_socket.trace_at(next(folder.glob(f"{os.getpid()}-*.sock")), over.is_set)
-        text = next(pieces)
+        [address] = folder.glob(f"{os.getpid()}-*.sock")
+        traced = threads.submit(run_socket.trace_at, address, path, 0.1)
+        await_file(path)
         child = os.fork()
         if child == 0:
             signal.pause()
         try:
-            over.set()
-            text += b"".join(pieces)
+            traced.result()
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    assert json.loads(text)[-1]["name"] == "end of the trace"
+    assert events_of(path)[-1]["name"] == "end of the trace"
 
 
 def test_a_run_is_traced_by_one_at_a_time(tmp_path: Path, refused: Says) -> None:
     with Rollout("CartPole-v1", fragment_length=8, watch=Watch(trace=str(tmp_path / "run.trace"))) as rollout:
         next(rollout.batches())
         text = refused("trace", os.getpid(), "0.1")
-    assert text.endswith(" gives no trace: it is being traced already, or has none to give\n")
+        os.mkfifo(tmp_path / "pipe")
+        assert refused("trace", os.getpid(), "0.1", "--to", "pipe").endswith(" or can't write pipe\n")
+    assert f" writes no trace: it is being traced already, or can't write rollflow-{os.getpid()}.trace.gz" in text
     assert not list(tmp_path.glob("*.gz"))
 
 

@@ -19,6 +19,7 @@ from traces import assert_valid, events_of
 from rollflow import Graph
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.run_doctor import Tracing
+from rollflow.stream.observe.run_socket import TRACE_BEGUN
 from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace, span_lines
 
 NS = st.integers(0, 10**15)
@@ -149,8 +150,8 @@ def test_a_pipe_takes_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_path: Path) -> None:
-    asker, answers = socket.socketpair()
-    serving = threading.Thread(target=lambda: tracing.serve(answers))
+    (asker, answers), path = socket.socketpair(), tmp_path / "other.trace"
+    serving = threading.Thread(target=lambda: tracing.serve(answers, path))
 
     class Node:
         def __call__(self, number: int) -> None:
@@ -169,9 +170,11 @@ def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_pa
     assert events_of(tmp_path / "run.trace")[-1]["name"] == "end of the trace"
     serving.join()
     assert tracing.fragments is not None
-    with asker, asker.makefile("rb") as file:
+    with asker:
+        assert asker.recv(1) == TRACE_BEGUN
         asker.shutdown(socket.SHUT_WR)
-        assert json.load(file)[-1]["name"] == "end of the trace"
+        assert asker.recv(1) == b""
+    assert events_of(path)[-1]["name"] == "end of the trace"
 
 
 def fragment_of(lane: int, sequence: int) -> Any:
