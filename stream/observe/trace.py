@@ -9,15 +9,12 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
 from time import perf_counter_ns
 from typing import Any, BinaryIO, Literal, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +25,7 @@ MOST_ARROWS = 4096  # fragments, or items made of them, whose arrows may still b
 MOST_BYTES = 1 << 30  # of a trace, before it is compressed: a browser hardly opens a larger one
 _BEGIN = b'[\n{"ph": "M"'  # of a file: names come first
 _FIELDS = 3
-_AT_ONCE = 1 << 17  # spans that are made text in one go, which takes some 50 MB
 _EVERY_S, _END_S = 1.0, 5.0
-_BLANKS = 1000  # from its row for a number of three digits to that with blanks for zeros in front
-_THREE_DIGITS = np.frombuffer(
-    b"".join(b".%03d" % row if row < _BLANKS else b".%3d" % (row - _BLANKS) for row in range(2000)) + b".   ", np.uint32
-)
 
 
 class Trace:
@@ -70,7 +62,7 @@ class Trace:
         self._taking = Lock()  # held where something is taken out of these
         self._dropped = self._dropped_before = 0
         self._tracks: dict[str, int] = {}  # name -> number
-        self._heads: list[bytes] = []  # of every kind of span: its event up to the time
+        self._heads: list[str] = []  # of every kind of span: its event up to the time
         self._making = Lock()  # tracks and kinds of spans are made in any thread
         self._stop = Event()
         self._about("process_name", 0, name=title)
@@ -82,7 +74,7 @@ class Trace:
         head = json.dumps({"ph": "X", "pid": self._pid, "tid": self._track(track), "name": name, "cat": kind})
         with self._making:
             number_of_kind = len(self._heads)
-            self._heads.append(f"{head[:-1]}, ".encode())
+            self._heads.append(f"{head[:-1]}, ")
         spans, extend, most = self._spans, self._spans.extend, _FIELDS * self._most
 
         def record(begin: int, end: int) -> None:
@@ -175,19 +167,16 @@ class Trace:
             events.append(
                 {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "ts": self._us(perf_counter_ns()), "name": name}
             )
-        text = b"".join(json.dumps(event).encode() + b",\n" for event in events)
-        self._write(text)
-        table = np.fromiter(spans, np.int64, len(spans)).reshape(-1, _FIELDS)
-        for at in range(0, len(table), _AT_ONCE):
-            kind, *times = table[at : at + _AT_ONCE].T
-            begin, end = np.maximum(times, self.began) - self.began
-            self._write(span_lines(self._heads, kind, np.stack([begin, end - begin])))
-
-    def _write(self, text: bytes) -> None:
-        if text:
-            self._file.write(text)
-            self._file.flush()
-            self._written += len(text)
+        lines, began, heads = [f"{json.dumps(event)},\n" for event in events], self.began, self._heads
+        numbers = iter(spans)
+        for kind, begin, end in zip(numbers, numbers, numbers, strict=True):
+            begin = max(begin, began)
+            duration = max(end - begin, 0) / 1e3
+            lines.append(f'{heads[kind]}"ts": {(begin - began) / 1e3:.3f}, "dur": {duration:.3f}}},\n')
+        text = "".join(lines).encode()
+        self._file.write(text)
+        self._file.flush()
+        self._written += len(text)
 
 
 def open_trace(path: str | os.PathLike[str]) -> BinaryIO:
@@ -216,50 +205,6 @@ def _is_trace(path: Path) -> bool:
         return True
     except (OSError, zlib.error):  # it is not compressed, or may not be read
         return False
-
-
-def span_lines(heads: Sequence[bytes], kind: NDArray[np.int64], times: NDArray[np.int64]) -> bytes:
-    """The lines of spans.
-
-    It works on columns, since a text for each span by itself would take a run's interpreter ten times as long; and in
-    few calls, since each lets the interpreter go, and has to get it back.
-
-    heads    of every kind of span: what stands before the times
-    kind     i64[n], of each span
-    times    i64[2, n]: begin and duration, in ns
-    """
-    width = max(map(len, heads))
-    padded = np.frombuffer(b"".join(head.ljust(width) for head in heads), np.uint8).reshape(-1, width)
-    begin, duration = _microseconds(times)
-    parts = (
-        padded.take(kind, axis=0),
-        _same(b'"ts": ', kind),
-        begin,
-        _same(b', "dur": ', kind),
-        duration,
-        _same(b"},\n", kind),
-    )
-    return np.hstack(parts).tobytes()
-
-
-def _same(text: bytes, each: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.broadcast_to(np.frombuffer(text, np.uint8), (len(each), len(text)))
-
-
-def _microseconds(ns: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Numbers as text, u8[*ns.shape, ...], in microseconds with three decimals, behind blanks that make them equal."""
-    columns: list[NDArray[np.uint8]] = []
-    while len(columns) < 2 or ns.any():
-        rest = ns // 1000
-        row = ns - 1000 * rest
-        if columns:
-            row += _BLANKS * (rest == 0)
-        if len(columns) > 1:
-            row += _BLANKS * (ns == 0)
-        texts = _THREE_DIGITS[row].view(np.uint8).reshape(*ns.shape, 4)
-        columns.insert(0, texts[..., 1:] if columns else texts)
-        ns = rest
-    return np.concatenate(columns, axis=-1)
 
 
 FragmentName = tuple[int, int]  # its lane, and its number there

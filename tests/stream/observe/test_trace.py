@@ -11,18 +11,14 @@ from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from traces import assert_valid, events_of
 
 from rollflow import Graph
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.run_doctor import Tracing
 from rollflow.stream.observe.run_socket import TRACE_BEGUN
-from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace, span_lines
-
-NS = st.integers(0, 10**15)
+from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace
 
 
 class Held(io.BytesIO):
@@ -39,15 +35,6 @@ class Held(io.BytesIO):
     def close(self) -> None:
         self.text = self.getvalue()
         super().close()
-
-
-@given(st.lists(st.tuples(st.integers(0, 1), NS, NS), min_size=1, max_size=20))
-def test_a_line_has_its_kind_and_the_very_nanoseconds(spans: list[tuple[int, int, int]]) -> None:
-    kind, *times = np.array(spans, np.int64).T
-    lines = span_lines([b'{"name": "env", ', b'{"name": "module", '], kind, np.array(times)).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    found = [json.loads(line.rstrip(b",")) for line in lines]
-    assert [(each["name"] == "module", round(each["ts"] * 1000), round(each["dur"] * 1000)) for each in found] == spans
 
 
 @pytest.mark.parametrize("name", ["run.trace", "run.trace.gz"])
