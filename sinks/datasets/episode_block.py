@@ -201,14 +201,22 @@ class EpisodeBlock(EpisodeRows):
     """Steps of K episodes in memory; a row is a step, and the rows of one episode stand behind those of another.
 
     store, episodes        i64[K]
+    more                   names of columns that are read beside those of the store
     steps                  of the R rows
     terminated, truncated  bool[K]
     is_cut                 bool[K]   of episodes whose end is not stored; they count as truncated
     """
 
-    def __init__(self, store: EpisodeStore, episodes: Ints, ordinal: int, rest: "BlockRest | None" = None) -> None:
+    def __init__(
+        self,
+        store: EpisodeStore,
+        episodes: Ints,
+        ordinal: int,
+        rest: "BlockRest | None" = None,
+        more: Sequence[str] = (),
+    ) -> None:
         self.store = store
-        self.steps: StoredSteps = store.read(episodes, store.columns, with_last=True)
+        self.steps: StoredSteps = store.read(episodes, [*store.columns, *more], with_last=True)
         stop = np.cumsum(store.num_steps[episodes])
         start = stop - store.num_steps[episodes]
         if rest is not None:
@@ -217,7 +225,7 @@ class EpisodeBlock(EpisodeRows):
             start = np.concatenate([rest.start, start + rest.num_rows])
             stop = np.concatenate([rest.stop, stop + rest.num_rows])
         self.episodes: Ints = episodes
-        self.start, self.stop, self.ordinal, self.num_rows = start, stop, ordinal, int(stop[-1])
+        self.start, self.stop, self.ordinal, self.num_rows = start, stop, ordinal, int(stop.max(initial=0))
         self.steps.join()
         self.terminated, truncated = (
             self.steps.taken(name, stop - 1) for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)

@@ -9,6 +9,7 @@ from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
 from rollflow.sinks.datasets.episode_block import (
     STEPS_AT_ONCE,
+    EpisodeBlock,
     EpisodeRows,
     EpisodeSummary,
     Ints,
@@ -141,53 +142,37 @@ class EnvEpisodes(EpisodeIndex):
         return pieces
 
 
-class ModuleSteps:
+class ModuleSteps(EpisodeBlock):
     """Steps of one module's agents in a block, J episodes of agents one behind the other.
 
     module                 where they are stored
     place, slot            i64[J]    environment's episode in the block, ascending, and place in `module.agents`
-    offset, length         i64[J]    first step, and how many
-    columns                name -> tree of arrays any[n, ...]
-    last_obs               tree of arrays any[J, ...]
-    initial                states before the first steps: see `StoredSteps`
-    seen, done             i64[n]    row of the block at which a step's observation came, and at which the next one did
+    seen, done             i64[R]    row of the block at which a step's observation came, and at which the next one did
     last_seen              i64[J]    row at which the last observation came
     t_started              i64[J]    steps of the agent's episode before the first
-    terminated, truncated  bool[J]   agents that were cut count as truncated
-    is_cut                 bool[J]
     """
 
     def __init__(self, module: ModuleEpisodes, places: Ints, starts: Ints) -> None:
         mine = np.flatnonzero(places[module.piece] >= 0)
         mine = mine[np.lexsort((module.agent[mine], places[module.piece[mine]]))]
-        self.module, self.episodes = module, mine
+        super().__init__(module, mine, 0, more=[ENV_T])
+        self.module = module
         self.place, self.slot = places[module.piece[mine]], module.agent[mine]
-        self.length: Ints = module.num_steps[mine]
-        stop = np.cumsum(self.length)
-        self.offset: Ints = stop - self.length
-        self.num_steps = int(self.length.sum())
-        read = module.read(mine, [*module.columns, ENV_T], with_last=True)
-        self.columns = {name: read.taken(name) for name in module.columns}
-        env_t, self.last_obs, self.initial = read.taken(ENV_T), read.last_obs, read.initial
         begin = starts[self.place]
-        self.seen: Ints = env_t + np.repeat(begin, self.length)
+        self.seen: Ints = self.steps.taken(ENV_T) + np.repeat(begin, self.stop - self.start)
         self.last_seen: Ints = module.last_t[mine] + begin
         self.done = np.empty_like(self.seen)
         self.done[:-1] = self.seen[1:]
-        self.done[stop - 1] = self.last_seen
+        self.done[self.stop - 1] = self.last_seen
         self.t_started: Ints = module.t_started[mine]
-        self.terminated: NDArray[np.bool_] = module.terminated[mine]
-        self.is_cut: NDArray[np.bool_] = ~(self.terminated | module.truncated[mine])
-        self.truncated: NDArray[np.bool_] = module.truncated[mine] | self.is_cut
-        self.columns[Columns.TRUNCATEDS][stop[self.is_cut] - 1] = True
 
     def until(self, first: int, last: int, row: int) -> Ints:
         """The step at which each episode in first … last - 1 stands at a row, i64[K]; behind its last: it is over."""
-        offset, stop = self.offset[first:last], self.offset[first:last] + self.length[first:last]
-        begin, end = (int(offset[0]), int(stop[-1])) if last > first else (0, 0)
+        start, stop = self.start[first:last], self.stop[first:last]
+        begin, end = (int(start[0]), int(stop[-1])) if last > first else (0, 0)
         made = np.zeros(end - begin + 1, np.int64)
         np.cumsum(self.done[begin:end] <= row, out=made[1:])
-        until: Ints = offset + made[stop - begin] - made[offset - begin]
+        until: Ints = start + made[stop - begin] - made[start - begin]
         return until
 
 
@@ -258,9 +243,9 @@ class FragmentSteps:
 
     def __init__(self, steps: ModuleSteps, first: int, last: int, begin: int, end: int, lookback: int) -> None:
         low, high = (int(each) for each in np.searchsorted(steps.place, [first, last]))
-        offset, stop = steps.offset[low:high], steps.offset[low:high] + steps.length[low:high]
+        offset, stop = steps.start[low:high], steps.stop[low:high]
         done, until = steps.until(low, high, begin), steps.until(low, high, end)
-        seen = steps.seen[np.minimum(until, max(steps.num_steps - 1, 0))] if high > low else until
+        seen = steps.seen[np.minimum(until, max(steps.num_rows - 1, 0))] if high > low else until
         pending = (until < stop) & (seen <= end)
         # Without a step in these rows an agent would show lookback that may not be stored.
         unseen = (until == done) & (steps.t_started[low:high] > 0) & (done - offset < lookback)
@@ -286,9 +271,9 @@ class FragmentSteps:
         self.at: Ints = np.repeat(self.slot, lengths)
 
     def scattered(self, items: Any, slots: int) -> Any:
-        """The steps' items, any[n, ...], where the fragment has them: a new array any[rows, slots, ...]."""
+        """Items of the steps that are copied, any[R, ...], where they go to: a new array any[rows, slots, ...]."""
         array = np.zeros((self.rows, slots, *items.shape[1:]), items.dtype)
-        array[self.to, self.at] = items[self.source]
+        array[self.to, self.at] = items
         return array
 
 
@@ -368,11 +353,12 @@ def _part(
         False,
         lambda slot, number: ids.get((slot, number), ""),
     )
-    trees = {name: map_tree(lambda leaf: made.scattered(leaf, slots), tree) for name, tree in steps.columns.items()}
-    clock = made.scattered(steps.seen, slots)
+    taken = {name: steps.steps.taken(name, made.source) for name in module.columns}
+    trees = {name: map_tree(lambda leaf: made.scattered(leaf, slots), tree) for name, tree in taken.items()}
+    clock = made.scattered(steps.seen[made.source], slots)
     closed = np.flatnonzero(~(made.waits | made.acts))
     at = made.stop[closed], made.slot[closed]
-    map_tree(lambda leaf, last: leaf.__setitem__(at, last[which[closed]]), trees[Columns.OBS], steps.last_obs)
+    map_tree(lambda leaf, last: leaf.__setitem__(at, last[which[closed]]), trees[Columns.OBS], steps.steps.last_obs)
     clock[at] = steps.last_seen[which[closed]]
     starts, heads = np.full(slots, lookback), made.number == 0
     starts[made.slot[heads]] = (made.start - made.before)[heads]
@@ -403,9 +389,9 @@ def _part(
     )
     extra = [name for name in module.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
     part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
-    if steps.initial is not None:
+    if steps.steps.initial is not None:
         begins = np.flatnonzero(made.before == 0)
-        states = map_tree(lambda leaf: leaf[which[begins]], steps.initial)
+        states = map_tree(lambda leaf: leaf[which[begins]], steps.steps.initial)
         part.starts = [Start(made.start[begins], made.slot[begins], states)]
     keys = list(ids)
     part.waits, part.acts = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)

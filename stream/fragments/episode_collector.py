@@ -1,32 +1,53 @@
 """Whole episodes from fragments: the chunks of an episode are collected until it has ended."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.infos import SlotInfos, info_of
+from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment, FragmentLayout, Start
 
 F = TypeVar("F")
 _NO_REASON = "its environment was lost"
 
 
+class AgentChunk(NamedTuple):
+    """Part of an agent's episode in a fragment."""
+
+    key: Any  # of the agent, the same in all fragments
+    fragment: Fragment
+    place: int  # in `fragment.chunks`
+
+
 class EnvChunk(NamedTuple):
-    """Part of an environment's episode in a fragment; each environment is a slot where it has one agent."""
+    """Part of an environment's episode in a fragment; each environment is a slot where it has one agent.
+
+    Steps are counted from any step on, which is the same for all parts of an episode.
+    """
 
     env: int  # number of the environment in the lane
     id_: str
-    t_started: int  # steps of the environment in the episode before
-    num_steps: int  # transitions, of all agents
+    started: int  # step at which the episode began
+    begin: int
+    stop: int
     is_done: bool
-    add_to: Callable[[Any], None]  # adds it to its open episode
+    agents: Sequence[AgentChunk]
+    custom_data: Mapping[Any, Any] = {}
+    is_truncated: bool = False  # of several agents
+    early: Mapping[Any, list[tuple[int, float]]] = {}  # agent's key -> steps and rewards before its first observation
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions, of all agents."""
+        each = ((agent.fragment.chunks, agent.place) for agent in self.agents)
+        return sum(int(chunks.stop[place] - chunks.start[place]) for chunks, place in each)
 
 
 class EpisodeCollector(Generic[F]):
@@ -40,7 +61,7 @@ class EpisodeCollector(Generic[F]):
 
     def __init__(self) -> None:
         self.headless_steps = 0
-        self._open: dict[tuple[int, int], Any] = {}  # by lane and environment
+        self._open: dict[tuple[int, int], OpenEpisode] = {}  # by lane and environment
 
     @property
     def held_steps(self) -> int:
@@ -49,21 +70,21 @@ class EpisodeCollector(Generic[F]):
 
     def add(self, fragment: Any) -> F | None:
         """Take the next fragment of a lane; return the episodes that end in it, in the order of slots, or None."""
-        ended: list[Any] = []
+        ended: list[OpenEpisode] = []
         seen: set[int] = set()
         for chunk in self._chunks(fragment):
             place = fragment.lane, chunk.env
             seen.add(chunk.env)
             episode = self._open.pop(place, None)
-            if episode is not None and (episode.id_, episode.t) != (chunk.id_, chunk.t_started):
+            if episode is not None and (episode.id_, episode.stop) != (chunk.id_, chunk.begin):
                 ended.append(episode.truncated(self._loss_of(fragment, chunk.env) or _NO_REASON))
                 episode = None
             if episode is None:
-                if chunk.t_started:
+                if chunk.begin > chunk.started:
                     self.headless_steps += chunk.num_steps
                     continue
-                episode = self._begun(chunk)
-            chunk.add_to(episode)
+                episode = OpenEpisode(chunk)
+            episode.add(chunk)
             if chunk.is_done:
                 ended.append(episode)
             else:
@@ -71,7 +92,7 @@ class EpisodeCollector(Generic[F]):
         ended += self._lost_without_a_step(fragment, seen)
         return self._whole(fragment, ended) if ended else None
 
-    def _lost_without_a_step(self, fragment: Any, seen: set[int]) -> Iterator[Any]:
+    def _lost_without_a_step(self, fragment: Any, seen: set[int]) -> Iterator["OpenEpisode"]:
         """The episodes that a loss has ended before they made a step in the fragment."""
         for lane, env in [place for place in self._open if place[0] == fragment.lane and place[1] not in seen]:
             reason = self._loss_of(fragment, env)
@@ -82,22 +103,124 @@ class EpisodeCollector(Generic[F]):
 
     def _chunks(self, fragment: Any) -> Iterator[EnvChunk]:
         """The chunks of a fragment that have a step, environment by environment."""
-        for index, slot in enumerate(fragment.chunks.slot.tolist()):
-            chunk = fragment.chunk(index)
-            add_to = partial(_add_chunk, fragment, index, chunk, is_copied=not chunk.is_done)
-            yield EnvChunk(slot, chunk.id_, chunk.t_started, len(chunk), chunk.is_done, add_to)
-
-    def _begun(self, chunk: EnvChunk) -> Any:
-        """An episode that begins with a chunk."""
-        return OpenEpisode(chunk.id_, chunk.env)
+        chunks, dones = fragment.chunks, fragment.chunks.terminated | fragment.chunks.truncated
+        fields = (chunks.slot, chunks.number, chunks.t_started, chunks.stop - chunks.start, dones)
+        rows = zip(*(each.tolist() for each in fields), strict=True)
+        for index, (slot, number, begin, length, is_done) in enumerate(rows):
+            id_, agents = fragment.layout.episode_id(slot, number), [AgentChunk(None, fragment, index)]
+            yield EnvChunk(slot, id_, 0, begin, begin + length, is_done, agents)
 
     def _loss_of(self, fragment: Any, env: int) -> str | None:
         """The reason why an environment was lost in a fragment; None: it was not."""
         return next((loss.reason for loss in fragment.losses if env in loss.slots), None)
 
-    def _whole(self, fragment: Any, ended: Sequence[Any]) -> Any:
+    def _whole(self, fragment: Any, ended: Sequence["OpenEpisode"]) -> Any:
         """Episodes that have ended in a fragment, as a fragment."""
-        return WholeEpisodes(fragment, ended)
+        return WholeEpisodes(fragment, [agent for episode in ended for agent in episode.agents.values()])
+
+
+class OpenEpisode:
+    """Chunks of an environment's episode.
+
+    started, stop    step at which it began, and the one up to which it is there: see `EnvChunk`
+    is_truncated     whether it has ended as truncated, of several agents
+    custom_data      of several agents
+    agents           agent's key -> its chunks; it may have ended before
+    early            see `EnvChunk`
+    """
+
+    def __init__(self, chunk: EnvChunk) -> None:
+        self.id_, self.env, self.started, self.stop = chunk.id_, chunk.env, chunk.started, chunk.begin
+        self.is_truncated = False
+        self.custom_data: dict[Any, Any] = {}
+        self.agents: dict[Any, AgentSteps] = {}
+        self.early: dict[Any, list[tuple[int, float]]] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all agents so far."""
+        return sum(agent.num_steps for agent in self.agents.values())
+
+    def add(self, chunk: EnvChunk) -> None:
+        """Add its next chunk; rows are copied where it goes on, since the fragment's memory will be reused."""
+        for agent in chunk.agents:
+            if agent.key not in self.agents:
+                self.agents[agent.key] = AgentSteps(agent)
+            self.agents[agent.key].add(agent, is_copied=not chunk.is_done)
+        self.stop, self.is_truncated = chunk.stop, chunk.is_truncated
+        self.custom_data |= chunk.custom_data
+        self.early |= chunk.early  # with what came in the fragments before
+        if chunk.is_done and "lost" in self.custom_data:
+            self.truncated(self.custom_data["lost"])
+
+    def truncated(self, reason: str) -> Self:
+        """End the episode as truncated, and all agents that go on, since its environment was lost; return it."""
+        self.is_truncated = True
+        self.custom_data["lost"] = reason
+        for agent in self.agents.values():
+            agent.end(reason)
+        return self
+
+
+class _Part(NamedTuple):
+    """The n rows of one chunk, and the observation after its last step."""
+
+    columns: Mapping[str, Tree]  # name -> tree of arrays any[n, ...]
+    infos: list[dict[str, Any]]  # one for each step
+    last_observation: Tree  # any[...]
+    last_info: dict[str, Any]
+    times: NDArray[np.int64]  # see `Fragment.times_of`
+
+
+class AgentSteps:
+    """Chunks of an agent's episode.
+
+    slot    of the fragments that they are from
+    """
+
+    def __init__(self, chunk: AgentChunk) -> None:
+        chunks, layout = chunk.fragment.chunks, chunk.fragment.layout
+        self.slot = int(chunks.slot[chunk.place])
+        self.id_ = layout.episode_id(self.slot, int(chunks.number[chunk.place]))
+        self.parts: list[_Part] = []
+        self.num_steps = 0
+        self.initial_state: Tree = None
+        self.custom_data: dict[Any, Any] = {}
+
+    def add(self, chunk: AgentChunk, *, is_copied: bool) -> None:
+        """Add a chunk, or copies of its rows."""
+        fragment, chunks, slot = chunk.fragment, chunk.fragment.chunks, self.slot
+        kept = np.array if is_copied else np.asarray
+        start, stop = int(chunks.start[chunk.place]), int(chunks.stop[chunk.place])
+        columns = {
+            name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), fragment.columns[name].tree)
+            for name in (Columns.OBS, *RECORDED, *fragment.extra_columns)
+        }
+        observation, last_infos = fragment.last_of(stop, slot)
+        rows = *fragment.infos[start:stop], last_infos
+        *infos, last_info = [copied(info_of(each, slot)) if each else {} for each in rows]
+        self.parts.append(_Part(columns, infos, map_tree(kept, observation), last_info, fragment.times_of(chunk.place)))
+        if not chunks.t_started[chunk.place]:
+            self.initial_state = fragment.initial_state(start, slot)
+        self.num_steps += stop - start
+        self.custom_data |= fragment.custom_data.get((slot, int(chunks.number[chunk.place])), {})
+
+    def end(self, reason: str) -> None:
+        """End the episode as truncated with its environment, which was lost, unless it has ended."""
+        columns = self.parts[-1].columns
+        if not (columns[Columns.TERMINATEDS][-1] or columns[Columns.TRUNCATEDS][-1]):
+            columns[Columns.TRUNCATEDS][-1] = True
+            self.custom_data["lost"] = reason
+
+    def rows(self, name: str) -> Tree:
+        """All rows of a column: a tree of arrays `any[num_steps, ...]`."""
+        return concatenate_trees([part.columns[name] for part in self.parts])
+
+    def start(self, row: int, slot: int) -> Iterator[Start]:
+        """The state before the episode's first step, if it is known, for a fragment that has this in a row."""
+        if self.initial_state is not None:
+            state = map_tree(lambda leaf: np.array(leaf)[None], self.initial_state)
+            yield Start(np.array([row]), np.array([slot]), state)
 
 
 class WholeEpisodes(Fragment):
@@ -107,27 +230,23 @@ class WholeEpisodes(Fragment):
     are those of the fragment in which the episodes ended.
     """
 
-    def __init__(self, last: Fragment, episodes: Sequence["OpenEpisode"]) -> None:
-        num_rows = sum(episode.num_steps for episode in episodes)
-        layout = FragmentLayout(
-            num_slots=1,
-            num_rows=num_rows,
-            lookback=0,
-            action_space=last.layout.action_space,
-            resets_next_step=False,
-            episode_id=partial(_id_of, [episode.id_ for episode in episodes]),
-        )
-        starts = {"episode_start": np.zeros(1, np.int64), "episode_number": np.zeros(1, np.int64)}
-        super().__init__(layout, last.lane, last.sequence, _columns(last, episodes), **starts)
-        self.observation_space = last.observation_space
-        self.infos = [info for episode in episodes for part in episode.parts for info in part.infos]
-        self.infos.append(episodes[-1].parts[-1].last_infos)
-        self.finals = list(_finals(episodes))
-        self.starts = list(_starts(episodes))
-        self.custom_data = {(0, number): episode.custom_data for number, episode in enumerate(episodes)}
+    def __init__(self, last: Fragment, episodes: Sequence[AgentSteps]) -> None:
+        stops = np.cumsum([episode.num_steps for episode in episodes])
+        none, num_rows = np.zeros(1, np.int64), int(stops[-1])
+        layout = whole_layout(last, 1, num_rows, partial(_id_of, [episode.id_ for episode in episodes]))
+        columns = _columns(last, episodes)
+        super().__init__(layout, last.lane, last.sequence, columns, episode_start=none, episode_number=none)
+        self.observation_space, self.infos = last.observation_space, []
+        for number, (episode, stop) in enumerate(zip(episodes, stops.tolist(), strict=True)):
+            self.infos += [SlotInfos([info]) if info else {} for part in episode.parts for info in part.infos]
+            end = episode.parts[-1]
+            last_obs = map_tree(lambda leaf: np.asarray(leaf)[None], end.last_observation)
+            self.finals.append(Final(stop - 1, none, last_obs, SlotInfos([end.last_info])))
+            self.starts += episode.start(stop - episode.num_steps, 0)
+            self.custom_data[0, number] = episode.custom_data
+        self.infos.append(self.finals[-1].infos)
         self._env_slots = np.array([episode.slot for episode in episodes], np.int64)
-        if last.origin is not None:
-            self.origin = Origin(last.origin.ledger, 0, last.origin.name)  # the collector counts what is lost
+        self.origin = whole_origin(last.origin)
         self.seal(num_rows)
 
     def env_slots(self, slot: Any, number: Any) -> Any:
@@ -143,82 +262,21 @@ class WholeEpisodes(Fragment):
         return f"<WholeEpisodes {self.sequence} of lane {self.lane}: {held}>"
 
 
-class _Part(NamedTuple):
-    """The n rows of one chunk, and the observation after its last step."""
-
-    columns: Mapping[str, Tree]  # name -> tree of arrays any[n, ...]
-    infos: list[Mapping[str, Any]]  # vector infos of one slot, one for each step
-    last_observation: Tree  # any[...]
-    last_infos: Mapping[str, Any]
+def whole_layout(last: Fragment, num_slots: int, num_rows: int, episode_id: Any) -> FragmentLayout:
+    """The layout of whole episodes, the last of which ended in a fragment."""
+    return FragmentLayout(num_slots, num_rows, 0, last.layout.action_space, False, episode_id)
 
 
-class OpenEpisode:
-    """Chunks of an agent's episode, whose environment's has not ended.
-
-    slot    of the fragments that they are from
-    """
-
-    def __init__(self, id_: str, slot: int) -> None:
-        self.id_, self.slot = id_, slot
-        self.parts: list[_Part] = []
-        self.num_steps = 0
-        self.initial_state: Tree = None
-        self.custom_data: dict[Any, Any] = {}
-
-    @property
-    def t(self) -> int:
-        """Steps so far."""
-        return self.num_steps
-
-    def add(self, chunk: SingleAgentEpisode, part: _Part) -> None:
-        """Add a chunk, and its rows."""
-        self.parts.append(part)
-        if not chunk.t_started:
-            self.initial_state = chunk.initial_state
-        self.num_steps += len(chunk)
-        self.custom_data |= chunk.custom_data
-
-    def truncated(self, reason: str) -> Self:
-        """End the episode, which goes on, as truncated, since its environment was lost; return it."""
-        self.parts[-1].columns[Columns.TRUNCATEDS][-1] = True
-        self.custom_data["lost"] = reason
-        return self
-
-    def rows(self, name: str) -> Tree:
-        """All rows of a column: a tree of arrays `any[num_steps, ...]`."""
-        return concatenate_trees([part.columns[name] for part in self.parts])
+def whole_origin(origin: Origin | None) -> Origin | None:
+    """The origin of whole episodes: the collector counts what is lost of them."""
+    return None if origin is None else Origin(origin.ledger, 0, origin.name)
 
 
 def _id_of(ids: Sequence[str], slot: int, number: int) -> str:
     return ids[number]
 
 
-def _add_chunk(
-    fragment: Fragment, index: int, chunk: SingleAgentEpisode, episode: OpenEpisode, *, is_copied: bool
-) -> None:
-    """Add a chunk of a fragment to its episode."""
-    episode.add(chunk, part_of(fragment, index, is_copied=is_copied))
-
-
-def part_of(fragment: Fragment, index: int, *, is_copied: bool) -> _Part:
-    """The rows of a chunk: copies where its episode goes on, since the fragment's memory will be reused."""
-    chunks, kept = fragment.chunks, np.array if is_copied else np.asarray
-    start, stop, slot = (int(each[index]) for each in (chunks.start, chunks.stop, chunks.slot))
-    columns = {
-        name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), fragment.columns[name].tree)
-        for name in (Columns.OBS, *RECORDED, *fragment.extra_columns)
-    }
-    observation, infos = fragment.last_of(stop, slot)
-    each = [_of_one_slot(fragment.infos[row], slot) for row in range(start, stop)]
-    return _Part(columns, each, map_tree(kept, observation), _of_one_slot(infos, slot))
-
-
-def _of_one_slot(infos: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
-    """The infos of one slot, as those of a vector of one environment."""
-    return {} if type(infos) is dict and not infos else SlotInfos([info_of(infos, slot)])
-
-
-def _columns(last: Fragment, episodes: Sequence[OpenEpisode]) -> dict[str, Column]:
+def _columns(last: Fragment, episodes: Sequence[AgentSteps]) -> dict[str, Column]:
     parts = [part for episode in episodes for part in episode.parts]
     columns = {}
     for name in last.columns:
@@ -227,19 +285,3 @@ def _columns(last: Fragment, episodes: Sequence[OpenEpisode]) -> dict[str, Colum
             rows.append(map_tree(lambda leaf: np.asarray(leaf)[None], parts[-1].last_observation))
         columns[name] = Column(name, map_tree(lambda leaf: leaf[:, None], concatenate_trees(rows)))
     return columns
-
-
-def _finals(episodes: Sequence[OpenEpisode]) -> Iterator[Final]:
-    stop = 0
-    for episode in episodes:
-        stop, last = stop + episode.num_steps, episode.parts[-1]
-        observations = map_tree(lambda leaf: np.asarray(leaf)[None], last.last_observation)
-        yield Final(stop - 1, np.zeros(1, np.int64), observations, last.last_infos)
-
-
-def _starts(episodes: Sequence[OpenEpisode]) -> Iterator[Start]:
-    row, slot = 0, np.zeros(1, np.int64)
-    for episode in episodes:
-        if episode.initial_state is not None:
-            yield Start(slot + row, slot, map_tree(lambda leaf: np.array(leaf)[None], episode.initial_state))
-        row += episode.num_steps

@@ -393,6 +393,11 @@ class Fragment:
         """
         return slot
 
+    def times_of(self, index: int) -> NDArray[np.int64]:
+        """i64[n + 1]: steps of the environment at the observations of chunk number `index`, counted from any one on."""
+        begin = int(self.chunks.t_started[index])
+        return np.arange(begin, begin + 1 + int(self.chunks.stop[index] - self.chunks.start[index]))
+
     def episodes(self) -> "FragmentEpisodes":
         """The chunks as a sequence of `SingleAgentEpisode`, made on demand."""
         return FragmentEpisodes([self])

@@ -208,6 +208,18 @@ class AgentFragment(Fragment):
         view = self.of_module(module_id) if module_id in self.outputs else self
         return self._named_after(view._episode(slot, number, stop, stop, lookback, **flags), stop, slot, module_id)
 
+    def times_of(self, index: int) -> NDArray[np.int64]:
+        chunks = self.chunks
+        begin, stop, slot = (int(each[index]) for each in (chunks.start, chunks.stop, chunks.slot))
+        return self.times(begin, stop, slot, has_ended=bool(chunks.terminated[index] | chunks.truncated[index]))
+
+    def times(self, begin: int, stop: int, slot: int, *, has_ended: bool) -> NDArray[np.int64]:
+        """i64[n + 1]: vector steps of a slot's observations in rows begin … stop, with that of the episode's end."""
+        times = self.clock[begin : stop + 1, slot].copy()
+        if has_ended:
+            times[-1] = self.ends[stop - 1, slot]
+        return times
+
     def parent_of(self, row: int, slot: int) -> str:
         """The id of the multi-agent episode that the observation of a slot in a row is of."""
         return self.env_clock.id_at(slot // len(self.part.agents), int(self.clock[row, slot]))

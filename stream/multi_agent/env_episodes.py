@@ -168,11 +168,8 @@ def _sealed_timelines(
 
 def _timeline(part: "AgentFragment", episode: SingleAgentEpisode, slot: int, stop: int) -> AgentTimeline:
     """An agent's chunk with the vector steps of its observations."""
-    begin = stop - episode.rewards.total()
-    observed_at = part.clock[begin : stop + 1, slot].tolist()
-    if episode.is_done:
-        observed_at[-1] = part.ends[stop - 1, slot]
-    return AgentTimeline(episode, observed_at)
+    times = part.times(stop - episode.rewards.total(), stop, slot, has_ended=episode.is_done)
+    return AgentTimeline(episode, times.tolist())
 
 
 def _on_episode_clock(
