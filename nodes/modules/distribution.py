@@ -329,8 +329,9 @@ class DiagGaussian:
         return self._actions(self.mean + self.log_std.exp() * noise)
 
     def logp(self, value: Tensor) -> Tensor:
-        flat = value.reshape(self.mean.shape).to(self.mean.dtype)
-        z = (flat - self.mean) * torch.exp(-self.log_std)
+        mean = self.mean
+        flat = value if value.shape == mean.shape and value.dtype is mean.dtype else value.reshape(mean.shape).to(mean)
+        z = (flat - mean) * torch.exp(-self.log_std)
         return -(0.5 * z * z + self.log_std + _LOG_SQRT_TWO_PI).sum(-1)
 
     def entropy(self) -> Tensor:
@@ -409,6 +410,8 @@ class Deterministic:
 
 def _shaped(flat: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Actions any[..., D] as dtype[..., *shape]."""
+    if flat.dtype is dtype and len(shape) == 1:  # at every vector step of most robots
+        return flat
     return flat.reshape(*flat.shape[:-1], *shape).to(dtype)
 
 

@@ -92,6 +92,7 @@ class FlatForward:
         self._weights = _ArrangedWeights() if module is None else None
         self._flat: dict[Any, Callable[..., Any] | None] = {}
         self._single: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}  # by column: shape, dtype, replay
+        self._nested: dict[str, tuple[list[Any], list[Any], Callable[..., Any]]] = {}  # keys, shapes and dtypes, replay
         self._compared: dict[Any, tuple[Callable[..., Any], int]] = {}  # by kind: replay, passes that gave the same
 
     def __call__(self, batch: Batch) -> Batch:
@@ -100,10 +101,10 @@ class FlatForward:
             [(name, leaf)] = batch.items()
             single = self._single.get(name)
             if single is not None and type(leaf) is Tensor and leaf.shape == single[0] and leaf.dtype is single[1]:
-                try:
-                    return single[2](leaf)  # type: ignore[no-any-return]
-                except Exception as error:
-                    return self._passed(batch, error)
+                return self._replayed(batch, single[2], (leaf,))
+            nested = self._nested.get(name)
+            if nested is not None and (given := _parts(leaf, nested[0])) is not None and _kinds(given) == nested[1]:
+                return self._replayed(batch, nested[2], given)
         tree: Tree = batch
         leaves: list[Any] = [*batch.values()]
         structure: Any = tuple(batch)
@@ -116,12 +117,7 @@ class FlatForward:
             flat = self._flat[kind]
         except KeyError:
             return (self._record if self._weights is not None else self._compare)(kind, batch, leaves)
-        if flat is None:
-            return self._forward(batch)
-        try:
-            return flat(*leaves)  # type: ignore[no-any-return]
-        except Exception as error:
-            return self._passed(batch, error)
+        return self._forward(batch) if flat is None else self._replayed(batch, flat, leaves)
 
     @property
     def is_on_trial(self) -> bool:
@@ -177,20 +173,44 @@ class FlatForward:
         if len(batch) == 1 and len(leaves) == 1:
             [name] = batch
             self._single[name] = leaves[0].shape, leaves[0].dtype, flat
+        elif len(batch) == 1:
+            [(name, column)] = batch.items()
+            keys = {id(part): key for key, part in column.items()} if type(column) is dict else {}
+            if keys.keys() == set(map(id, leaves)):
+                self._nested[name] = [keys[id(leaf)] for leaf in leaves], _kinds(leaves), flat
 
-    def _passed(self, batch: Batch, error: Exception) -> Batch:
-        """The module's own output, after a replay that failed."""
-        if self._weights is not None:
-            raise error
-        self._give_up(error)
-        return self._forward(batch)
+    def _replayed(self, batch: Batch, flat: Callable[..., Any], leaves: Sequence[Any]) -> Batch:
+        """What a replay gives; where it fails, the module's own output."""
+        try:
+            return flat(*leaves)  # type: ignore[no-any-return]
+        except Exception as error:
+            if self._weights is not None:
+                raise
+            self._give_up(error)
+            return self._forward(batch)
 
     def _give_up(self, error: Exception) -> None:
         told = str(error) if isinstance(error, ValueDependent) else f"{type(error).__name__}: {error}"
         self.reason, self.is_given_up, self._watch = told.split("\n")[0], True, None
         self._flat.clear()
         self._single.clear()
+        self._nested.clear()
         self._compared.clear()
+
+
+def _parts(column: Any, keys: list[Any]) -> list[Tensor] | None:
+    """The tensors of a column that is a dict of tensors, in the order of these keys; None for another."""
+    if type(column) is not dict or len(column) != len(keys):
+        return None
+    try:
+        parts = [column[key] for key in keys]
+    except KeyError:
+        return None
+    return parts if all(type(part) is Tensor for part in parts) else None
+
+
+def _kinds(leaves: Sequence[Tensor]) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 @dataclass(frozen=True, slots=True)

@@ -474,13 +474,11 @@ class Lane(SlotLane):
         final                      last observations any[K, ...] of the K slots that ended, in new arrays, and their
                                    infos, where `observations` already has the next episodes' first
         """
-        row, columns = self.row, self.fragment.columns
-        columns[Columns.REWARDS].write(row, rewards)
-        columns[Columns.TERMINATEDS].write(row, terminateds)
-        columns[Columns.TRUNCATEDS].write(row, truncateds)
+        answer = {Columns.REWARDS: rewards, Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds}
+        write_row(self.fragment.columns, self.row, answer)
         if final is not None:
             final = final[0], copied(final[1])
-        self._advance(np.logical_or(terminateds, truncateds), copied(infos) if infos else infos, final)
+        self._advance(terminateds, truncateds, copied(infos) if infos else infos, final)
         self._take_observations(observations)
 
     def replace_action(self, slot: int, action: Tree) -> None:
@@ -499,8 +497,7 @@ class Lane(SlotLane):
         `infos` and `final` are as for `record_step`.
         """
         row, columns = self.row, self.fragment.columns
-        done = np.logical_or(columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row])
-        self._advance(done, infos, final)
+        self._advance(columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row], infos, final)
         self._take_written_observations()
 
     def take_reset(self, infos: Mapping[str, Any]) -> None:
@@ -537,7 +534,8 @@ class Lane(SlotLane):
 
     def _advance(
         self,
-        done: NDArray[np.bool_],
+        terminateds: NDArray[np.bool_],
+        truncateds: NDArray[np.bool_],
         infos: Mapping[str, Any],
         final: tuple[Tree, Mapping[str, Any]] | None,
     ) -> None:
@@ -548,9 +546,13 @@ class Lane(SlotLane):
         self.at_start, self.is_full = False, row + 1 == self._last_row
         self._typing = False
         fragment.infos[row + 1] = infos
+        done = None
+        # To look for a 1 in the bytes takes a fifth of the time that numpy takes to join the flags and to look.
+        if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
+            done = np.logical_or(terminateds, truncateds)
         if self._dead is not None:
-            self._wake(self._dead, done, row)
-        if 1 in done.tobytes():  # in a quarter of the time that numpy takes to say so
+            done = self._wake(self._dead, done, row)
+        if done is not None:
             if final is None:
                 self._dead = done
             else:
@@ -678,10 +680,13 @@ class Lane(SlotLane):
         column.write(self.row, values)
         self.episodes.show(column.row(self.row), is_settled=True)
 
-    def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
-        """Take `row` as a mere reset of the slots `dead`, bool[N]: no transition, and no end in `done`, bool[N]."""
+    def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_] | None, row: int) -> NDArray[np.bool_] | None:
+        """Take `row` as a mere reset of the slots `dead`, bool[N]: no transition, and no end.
+
+        Returns the ends `done`, bool[N], of the others; None: there are none.
+        """
         slots = dead.nonzero()[0]
-        if 1 in done[slots].tobytes():
+        if done is not None and 1 in done[slots].tobytes():
             for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
                 self.fragment.columns[name].tree[row, slots] = False
             done[slots] = False
@@ -697,6 +702,7 @@ class Lane(SlotLane):
         self.episode_start[slots] = row + 1
         self.episode_number += dead
         self._dead = None
+        return done if done is not None and 1 in done.tobytes() else None
 
     def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
         self.episode_start[slots] = row

@@ -36,9 +36,10 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     slots_with_nan,
 )
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.modules.distribution import Categorical, DistributionType, JointRaces, Races
+from rollflow.nodes.modules.distribution import Categorical, DiagGaussian, DistributionType, JointRaces, Races
 from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -95,8 +96,10 @@ class FusedObservations(FusedPieces):
             return None
         if type(observations) is np.ndarray:
             return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
+        if type(observations) is dict and all(map(_is_usable, observations.values())):
+            return {Columns.OBS: {key: aligned(torch.from_numpy(leaf)) for key, leaf in observations.items()}}
         leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
-        if not all(type(leaf) is np.ndarray and leaf.flags.carray for leaf in leaves):
+        if not all(map(_is_usable, leaves)):
             return None
         return {Columns.OBS: structure.unflatten([aligned(torch.from_numpy(leaf)) for leaf in leaves])}
 
@@ -108,15 +111,21 @@ class FusedObservations(FusedPieces):
         return module is not None and getattr(module, "framework", "torch") == "torch"
 
 
+def _is_usable(leaf: Any) -> bool:
+    """True for an array of which a tensor can be made without a copy."""
+    return type(leaf) is np.ndarray and leaf.flags.carray
+
+
 class FusedActions(FusedPieces):
-    """The pieces that sample actions from a module's output."""
+    """The pieces that sample actions from a module's output, and bring them into the environments' bounds."""
 
     def __init__(self, pieces: Sequence[Any]) -> None:
         super().__init__(pieces)
         self._get, self._clip = pieces[0], pieces[-2]
         self._explore = False
         self._made: Any = None  # maker of distributions that the module gave last
-        self._type: Any = None  # the same, if these are categorical ones; else None
+        self._type: Any = None  # the same, if these are categorical ones, or normal ones over floats; else None
+        self._is_categorical = False
         self._asks = True  # at every step: a module may say otherwise by a method of its own
 
     def __call__(
@@ -124,7 +133,8 @@ class FusedActions(FusedPieces):
     ) -> Batch | None:
         if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
             return None
-        arrays, is_usable = self._acted(rl_module, batch, bool(explore), shared_data.get(RACES))
+        races, generator = shared_data.get(RACES), shared_data.get("generator")
+        arrays, is_usable = self._acted(rl_module, batch, bool(explore), races, generator)
         if not is_usable:
             refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, self._type, rl_module)
         return arrays
@@ -142,19 +152,43 @@ class FusedActions(FusedPieces):
             return None
         races: list[Any] = [shared.get(RACES) for shared in shared_data]
         joint = None if None in races else races[0] if len(races) == 1 else JointRaces(races, sizes)
-        arrays, is_usable = self._acted(rl_module, batch, bool(explore), joint)
+        arrays, is_usable = self._acted(rl_module, batch, bool(explore), joint, None)
         return arrays if is_usable else None
 
     def _acted(
-        self, module: Any, batch: Batch, explore: bool, races: Races | JointRaces | None
+        self,
+        module: Any,
+        batch: Batch,
+        explore: bool,
+        races: Races | JointRaces | None,
+        generator: torch.Generator | None,
     ) -> tuple[Batch | None, bool]:
-        """The batch with actions, and True where the logits that they were sampled from are usable."""
-        if self._clip.changes_actions:
+        """The batch with actions, and False where the inputs that they were sampled from may be unusable."""
+        changes = self._clip.changes_actions
+        if changes and Columns.ACTIONS_FOR_ENV in batch:
             return None, True
         if Columns.ACTIONS in batch:  # the module has chosen
             chosen = batch[Columns.ACTIONS]
             is_whole = type(chosen) is torch.Tensor and not chosen.is_floating_point()
-            return _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
+            arrays, is_usable = _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
+        else:
+            arrays, is_usable = self._sampled(module, batch, explore, races, generator)
+        if changes and arrays is not None:
+            try:
+                self._clip(batch=arrays)
+            except ConnectorError:  # which the piece raises again, and is named
+                return None, True
+        return arrays, is_usable
+
+    def _sampled(
+        self,
+        module: Any,
+        batch: Batch,
+        explore: bool,
+        races: Races | JointRaces | None,
+        generator: torch.Generator | None,
+    ) -> tuple[Batch | None, bool]:
+        """The batch with actions, sampled from its inputs; the rest as for `_acted`."""
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
         if logits is None or (races is None and explore) or Columns.ACTION_LOGP in batch:
             return None, True
@@ -162,26 +196,35 @@ class FusedActions(FusedPieces):
             return None, True
         if self._asks or module is not self._module or explore is not self._explore:
             self._resolve(module, explore, logits)
-        arrays = None if self._type is None else _arrays_of(batch)
+        if self._type is None or not (self._is_categorical or generator is not None):
+            return None, True
+        arrays = _arrays_of(batch)
         if arrays is None:
             return None, True
-        distribution = self._type.from_logits(logits)
-        if explore and races is not None:
+        distribution, given = self._type.from_logits(logits), arrays[Columns.ACTION_DIST_INPUTS]
+        if not explore:
+            if self._is_categorical:
+                actions, logp = distribution.likeliest_with_logp()
+            else:
+                actions, logp = distribution.to_deterministic().action.numpy(), np.zeros(len(given), np.float32)
+            is_usable = np.maximum.reduce(given, axis=None) < np.inf and not rules_all_out(given)
+        elif self._is_categorical:
             actions, logp = distribution.sample_with_logp(races)
             is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
-            is_usable = is_usable and not (may_mask(module) and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
+            is_usable = is_usable and not (may_mask(module) and rules_all_out(given))
         else:
-            actions, logp = distribution.likeliest_with_logp()
-            given = arrays[Columns.ACTION_DIST_INPUTS]
-            is_usable = np.maximum.reduce(given, axis=None) < np.inf and not rules_all_out(given)
+            drawn = distribution.sample(generator)
+            actions, logp = drawn.numpy(), distribution.logp(drawn).numpy()
+            is_usable = abs(logp.dot(_ones(len(logp)))) < np.inf
         arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
         return arrays, bool(is_usable)
 
     def _resolve(self, module: Any, explore: bool, logits: torch.Tensor) -> None:
         made = self._get.distribution_type(module, explore=explore)
         if made is not self._made:
-            is_categorical = type(made) is DistributionType and type(made.from_logits(logits)) is Categorical
-            self._made, self._type = made, made if is_categorical else None
+            kind = type(made.from_logits(logits)) if type(made) is DistributionType else None
+            self._made, self._type = made, made if kind in (Categorical, DiagGaussian) else None
+            self._is_categorical = kind is Categorical
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
         own = getattr(getattr(module, name, None), "__func__", None)
         self._asks = own is not getattr(RLModule, name)

@@ -15,7 +15,7 @@ from numbered_module import NumberedEnv, NumberedModule, logits_of
 from piece_forms import OneByOne, equal
 from property_examples import examples
 
-from rollflow import Columns, DefaultModelConfig, Forward, Rollout
+from rollflow import Columns, DefaultModelConfig, Forward, RLModule, Rollout
 from rollflow.nodes import LambdaConnector, ModuleToEnvPipeline
 from rollflow.nodes.modules.distribution import Categorical, DistributionType
 from rollflow.stream import ModuleError
@@ -128,6 +128,53 @@ def test_a_distribution_that_changes_from_step_to_step_is_that_of_the_step() -> 
     check_same(one, other)
     flat = np.log(1 / 7)  # by logits times 0, in one step of three
     assert [np.allclose(row, flat) for row in one[0]["action_logp"]] == [False, False, True, False, False]
+
+
+class Steered(gym.Env[Any, Any]):
+    """Its observations are the actions that it has got, behind a count of steps; a Box of these bounds."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def __init__(self, low: float, high: float) -> None:
+        self.action_space = gym.spaces.Box(low, high, (2,), np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.count = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return np.array([self.count, *action], np.float32), float(action[0]), self.count == 4, False, {}
+
+
+class Steers(RLModule):
+    """Gives means and deviations, or actions of its own, that depend on the observation."""
+
+    def __init__(self, has_chosen: bool) -> None:
+        super().__init__()
+        self.has_chosen = has_chosen
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        obs = batch["obs"]
+        wide = obs[:, :1] > 2  # log-deviations of 0, and of -200 or 200, of which exp is 0 or infinite
+        inputs = torch.cat([obs[:, 1:].tanh(), torch.where(wide, 200.0, 0.0), torch.where(wide, -200.0, 0.0)], -1)
+        return {"actions": 3 * obs[:, 1:]} if self.has_chosen else {"action_dist_inputs": inputs}
+
+
+@pytest.mark.parametrize("bounds", [(-1.0, 3.0), (-np.inf, np.inf), (-0.5, np.inf)], ids=["both", "none", "one"])
+@pytest.mark.parametrize("has_chosen", [False, True], ids=["sampled", "chosen"])
+@pytest.mark.parametrize("explore", [True, False], ids=["explore", "greedy"])
+def test_actions_of_a_box_from_pieces_called_as_one_are_the_same(bounds: Any, has_chosen: bool, explore: bool) -> None:
+    def made(fuses: bool) -> list[dict[str, Any]]:
+        options: Any = {"fragment_length": 5, "num_fragments": 3, "explore": explore, "seed": 3}
+        rollout = Rollout([lambda: Steered(*bounds)] * 3, module=Steers(has_chosen), **options)
+        rollout.module_to_env.fuses = fuses
+        with rollout:
+            each = [{name: fragment.column(name) for name in fragment.columns} for fragment in rollout.fragments()]
+            assert any("…" in name for name in rollout.module_to_env.timers()) == fuses
+        return each
+
+    check_same(made(True), made(False))
 
 
 @given(fuses=st.booleans(), lanes=st.integers(2, 3), **DRAWN)

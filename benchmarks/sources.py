@@ -1,0 +1,172 @@
+"""Environments of others, and nested observations, each beside the loop that somebody would write by hand over them.
+
+A source whose package is not installed is left out, and named. The module is one of its user's own, without options.
+
+    python -m benchmarks.sources [--quick]
+"""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from torch import nn
+
+from benchmarks.command import run
+from benchmarks.loop import FRAGMENT_LENGTH, side_by_side
+from benchmarks.pairs import Record, Sizes, paired
+from benchmarks.policies import sampled
+from rollflow import RLModule, Rollout
+
+LEAVES = 10
+
+
+class NestedEnv(VectorEnv[Any, Any, Any]):
+    """Gives the same dict of ten arrays at every step; no episode ever ends."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        leaf = gym.spaces.Box(-1, 1, (4,), np.float32)
+        self.single_observation_space = gym.spaces.Dict({f"part_{i}": leaf for i in range(LEAVES)})
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._observations = {name: np.zeros((num_envs, 4), np.float32) for name in self.single_observation_space}
+        self._rewards, self._flags = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.bool_)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._observations, {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        return self._observations, self._rewards, self._flags, self._flags, {}
+
+
+class SmallMlp(RLModule):
+    """A layer of 64 over all numbers of an observation; action distribution inputs, and a value."""
+
+    def setup(self) -> None:
+        count = gym.spaces.flatdim(self.observation_space)
+        outputs = self.action_space.n if isinstance(self.action_space, gym.spaces.Discrete) else 0
+        self.trunk = nn.Sequential(nn.Linear(count, 64), nn.Tanh())
+        self.inputs = nn.Linear(64, int(outputs or 2 * self.action_space.shape[0]))
+        self.value = nn.Linear(64, 1)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        observations = batch["obs"]
+        joined = torch.cat([*observations.values()], -1) if isinstance(observations, dict) else observations
+        hidden = self.trunk(joined.flatten(1).float())
+        return {"action_dist_inputs": self.inputs(hidden), "vf_preds": self.value(hidden).squeeze(-1)}
+
+
+class SourceLoop:
+    """The loop for observations of one array or a dict of them, and for discrete or continuous actions."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], policy: Any) -> None:
+        self._env, self._policy = env, policy
+        space, actions = env.single_observation_space, env.single_action_space
+        shape = FRAGMENT_LENGTH, env.num_envs
+        empty: Callable[[Any, Any], Any] = lambda each, dtype: np.empty((*shape, *each), dtype)  # noqa: E731
+        self._nested = isinstance(space, gym.spaces.Dict)
+        parts = space.spaces if isinstance(space, gym.spaces.Dict) else {"": space}
+        self._obs = {name: empty(part.shape, part.dtype) for name, part in parts.items()}
+        self._is_continuous = isinstance(actions, gym.spaces.Box)
+        self._actions = empty(actions.shape, np.float32 if self._is_continuous else np.int64)
+        self._inputs = empty(policy.inputs.bias.shape, np.float32)
+        self._logp, self._values, self._rewards = (empty((), np.float32) for _ in range(3))
+        self._terminateds, self._truncateds = empty((), np.bool_), empty((), np.bool_)
+        self._last, _ = env.reset(seed=0)
+        self.batch: dict[str, Any] = {}
+
+    def fragment(self) -> int:
+        """One fragment and its batch; how many steps it has."""
+        observations = self._last
+        with torch.no_grad():
+            for t in range(FRAGMENT_LENGTH):
+                if self._nested:
+                    for name, column in self._obs.items():
+                        column[t] = observations[name]
+                    seen: Any = {name: torch.from_numpy(column[t]) for name, column in self._obs.items()}
+                else:
+                    self._obs[""][t] = observations
+                    seen = torch.from_numpy(self._obs[""][t])
+                output = self._policy._forward({"obs": seen})
+                inputs = output["action_dist_inputs"]
+                chosen, logp = gaussian(inputs) if self._is_continuous else sampled(inputs)
+                self._actions[t] = acted = chosen.numpy()
+                self._inputs[t] = inputs.numpy()
+                answer = self._env.step(acted)
+                observations, self._rewards[t], self._terminateds[t], self._truncateds[t], _ = answer
+                self._logp[t], self._values[t] = logp.numpy(), output["vf_preds"].numpy()
+        self._last = observations
+        columns = {**self._obs, "actions": self._actions, "inputs": self._inputs, "logp": self._logp}
+        columns |= {"values": self._values, "rewards": self._rewards}
+        columns |= {"terminateds": self._terminateds, "truncateds": self._truncateds}
+        self.batch = {
+            name: torch.from_numpy(np.ascontiguousarray(column.swapaxes(0, 1))).flatten(0, 1)
+            for name, column in columns.items()
+        }
+        return FRAGMENT_LENGTH * self._env.num_envs
+
+
+def gaussian(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Actions of a diagonal Gaussian, of means and logarithms of deviations, and their log-probabilities."""
+    means, logs = inputs.chunk(2, -1)
+    noise = torch.randn_like(means)
+    return means + logs.exp() * noise, (-0.5 * noise**2 - logs - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def _envpool(slots: int) -> Any:
+    import envpool
+
+    return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=slots)
+
+
+def _atari(slots: int) -> Any:
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv("pong", num_envs=slots)
+
+
+# Name, package, what the loop steps, slots. The rollout is given the same, but for MuJoCo: the environment's id.
+SOURCES: tuple[tuple[str, str, Callable[[int], Any], tuple[int, ...]], ...] = (
+    ("observations of ten arrays", "numpy", NestedEnv, (8, 64)),
+    ("EnvPool, CartPole", "envpool", _envpool, (8, 64)),
+    ("ALE's vector form, Pong", "ale_py", _atari, (8,)),
+    ("MuJoCo, HalfCheetah", "mujoco", partial(side_by_side, "HalfCheetah-v5"), (8,)),
+)
+
+
+def measure(sizes: Sizes) -> list[Record]:
+    """Lines for each source that is installed."""
+    lines = []
+    for name, package, make, slots in SOURCES:
+        if importlib.util.find_spec(package) is None:
+            print(f"{name}: left out, {package} is not installed here", file=sys.stderr)
+            continue
+        lines += [_measured(name, make, count, sizes) for count in slots]
+    return lines
+
+
+def _measured(name: str, make: Callable[[int], Any], slots: int, sizes: Sizes) -> Record:
+    options: Any = {"fragment_length": FRAGMENT_LENGTH, "seed": 0}
+    ours: Any = make(slots) if make is not SOURCES[-1][2] else "HalfCheetah-v5"
+    if isinstance(ours, str):
+        options["num_envs"] = slots
+    with Rollout(ours, module=SmallMlp, **options) as rollout:
+        env = make(slots)
+        loop = SourceLoop(env, SmallMlp(env.single_observation_space, env.single_action_space))
+        batches = iter(rollout.batches())
+        return paired(name, slots, lambda: len(next(batches)["rewards"]), loop.fragment, aim=0.95, sizes=sizes)
+
+
+if __name__ == "__main__":
+    run(measure)
