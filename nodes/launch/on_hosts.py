@@ -31,22 +31,6 @@ _MOST_FAILURES = 5  # in a row, as a lane may be lost
 _MOST_AT_FIRST = 1  # while no rollout has begun: all hosts run the same program, so that a second one is no accident
 
 
-@dataclass(slots=True)
-class _Record:
-    """Record of one host's failures.
-
-    since       when it was started last, on the clock `monotonic`
-    failures    in a row
-    due         when it is to be started again; None: it runs
-    reason      how it failed last, in one line; "": it never did
-    """
-
-    since: float
-    failures: int = 0
-    due: float | None = None
-    reason: str = ""
-
-
 class HostKeeper:
     """Keeps the hosts of a rollout alive, in a thread of its own, until it is closed.
 
@@ -67,10 +51,8 @@ class HostKeeper:
         look_s: float = 0.25,
         forgiven_s: float = 60.0,
     ) -> None:
-        now = monotonic()
         self._look_s, self._forgiven_s = look_s, forgiven_s
-        self._launcher = launcher
-        self._records = {handle: _Record(now) for handle in handles}
+        self._launcher, self._hosts = launcher, handles
         self._waiting: Reminder | None = None  # while any host waits for something
         self._broken: Exception | None = None
         self._closing = threading.Event()
@@ -80,7 +62,7 @@ class HostKeeper:
     @property
     def problems(self) -> list[str]:
         """Why hosts are not there, a line each. From any thread."""
-        reasons = [handle.waits or record.reason for handle, record in self._records.items()]
+        reasons = [host.waits or host.reason for host in self._hosts]
         return [reason for reason in dict.fromkeys(reasons) if reason]
 
     def check(self, *, is_first: bool) -> None:
@@ -91,8 +73,8 @@ class HostKeeper:
         if self._broken is not None:
             raise EnvError(f"hosts can't be looked after: {self._broken}") from self._broken
         most = _MOST_AT_FIRST if is_first else _MOST_FAILURES
-        failed = [record for record in self._records.values() if record.failures > most]
-        if failed and (is_first or len(failed) == len(self._records)):
+        failed = [host for host in self._hosts if host.failures > most]
+        if failed and (is_first or len(failed) == len(self._hosts)):
             raise EnvError(f"hosts fail again and again: {'; '.join(self.problems)}").see("started hosts")
 
     def close(self) -> None:
@@ -113,19 +95,19 @@ class HostKeeper:
     def _look(self) -> None:
         """Take note of every host, and start those again whose pause is over."""
         alive = set(self._launcher.alive())
-        for handle, record in self._records.items():
-            if handle in alive or not handle.end:  # without a failure it has been told goodbye
+        for host in self._hosts:
+            if host in alive or not host.end:  # without a failure it has been told goodbye
                 continue
-            if record.due is None:
-                self._note_end(handle, record)
-            elif record.due <= monotonic() and record.failures <= _MOST_FAILURES:
-                self._launcher.restart(handle)
-                record.since, record.due = monotonic(), None
+            if host.due is None:
+                self._note_end(host)
+            elif host.due <= monotonic() and host.failures <= _MOST_FAILURES:
+                self._launcher.restart(host)
+                host.since, host.due = monotonic(), None
         self._remind()
 
     def _remind(self) -> None:
         """Log what hosts wait for, where that takes long."""
-        waits = list(dict.fromkeys(handle.waits for handle in self._records if handle.waits))
+        waits = list(dict.fromkeys(host.waits for host in self._hosts if host.waits))
         if not waits:
             self._waiting = None
             return
@@ -133,14 +115,14 @@ class HostKeeper:
         if self._waiting.is_due(monotonic()):
             logger.warning("hosts are not there: %s", "; ".join(waits))
 
-    def _note_end(self, handle: Handle, record: _Record) -> None:
-        now, log = monotonic(), self._launcher.logs(handle).strip()
-        record.failures = 1 if now - record.since >= self._forgiven_s else record.failures + 1
-        record.due = now + pause_s(record.failures, _LONGEST_PAUSE_S)
+    def _note_end(self, host: Handle) -> None:
+        now, log = monotonic(), self._launcher.logs(host).strip()
+        host.failures = 1 if now - host.since >= self._forgiven_s else host.failures + 1
+        host.due = now + pause_s(host.failures, _LONGEST_PAUSE_S)
         lines = [line for line in log.splitlines() if not line.startswith(SEE)]
-        record.reason = f"host {handle.name} {handle.end}" + (f": {lines[-1]}" if lines else "")
-        given_up = ", and is given up" if record.failures > _MOST_FAILURES else ""
-        logger.warning("host %s %s%s; it wrote:\n%s", handle.name, handle.end, given_up, log)
+        host.reason = f"host {host.name} {host.end}" + (f": {lines[-1]}" if lines else "")
+        given_up = ", and is given up" if host.failures > _MOST_FAILURES else ""
+        logger.warning("host %s %s%s; it wrote:\n%s", host.name, host.end, given_up, log)
 
 
 _Strategy = Literal["spread", "pack"]
@@ -168,7 +150,7 @@ class OnProcesses:
 
     def start(self, command: Sequence[str]) -> RemoteRollouts:
         """Start the hosts, with a command that ends before their address."""
-        return _started(self, command, ProcessLauncher(), "tcp://127.0.0.1:0", {})
+        return _started(self, command, ProcessLauncher(), "tcp://127.0.0.1:0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,10 +205,9 @@ class OnRay:
         """Have Ray start the hosts, with a command that ends before their address."""
         from rollflow.nodes.launch.ray_launcher import RayLauncher
 
-        launcher = RayLauncher(self.strategy, dict(self.runtime_env or {}))
-        address = self.address or f"tcp://{launcher.node_address()}:0"
         amounts = {name: amount for name, amount in self._amounts().items() if amount}
-        return _started(self, command, launcher, address, amounts)
+        launcher = RayLauncher(self.strategy, amounts, self.runtime_env or {})
+        return _started(self, command, launcher, self.address or f"tcp://{launcher.node_address()}:0")
 
     def _amounts(self) -> dict[str, float]:
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.resources or {})}
@@ -240,7 +221,6 @@ def _started(
     command: Sequence[str],
     launcher: "ProcessLauncher | RayLauncher",
     address: str,
-    resources: Mapping[str, float],
 ) -> RemoteRollouts:
     """Rollouts on the hosts that a launcher starts, with a secret of their own; closing them ends the hosts."""
     refuse_in_worker()
@@ -248,7 +228,7 @@ def _started(
     hosts = RemoteRollouts.listen(address, secret=secret, hosts=place.num_hosts, join_timeout=place.join_timeout)
     with closing_on_error(hosts.close):
         dials = ["--connect", str(hosts.addresses[0]), "--secret-env", SECRET_VARIABLE, "--name", NAME]
-        handles = launcher.start(place.num_hosts, [*command, *dials], secret, resources)
+        handles = launcher.start(place.num_hosts, [*command, *dials], secret)
         hosts.supply = HostKeeper(launcher, handles)
     return hosts
 

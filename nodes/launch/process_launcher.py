@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from rollflow.nodes.closing import closing_on_error
@@ -24,16 +24,27 @@ _PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a 
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A program that a launcher has started; the launcher's `alive` brings it up to date.
+    """A program that a launcher has started; the launcher's `alive` brings the first fields up to date.
 
     name     stays the same when the program is started again
     waits    what it waits for before it can begin, in words; "" where it waits for nothing
     end      how it has ended, in words; "" while it runs, and where it ended as it should
+
+    What a `HostKeeper` notes:
+
+    since       when it was started last, on the clock `monotonic`
+    failures    in a row
+    due         when it is to be started again; None: it runs
+    reason      how it failed last, in one line; "": it never did
     """
 
     name: str
     waits: str = ""
     end: str = ""
+    since: float = field(default_factory=monotonic)
+    failures: int = 0
+    due: float | None = None
+    reason: str = ""
 
 
 def named(command: Sequence[str], handle: Handle) -> list[str]:
@@ -111,7 +122,7 @@ class ProgramProcess:
 
 
 class ProcessLauncher:
-    """Starts programs of one command as processes of this machine. They have no resources of their own.
+    """Starts programs of one command as processes of this machine.
 
     It starts once, and is used by one thread at a time. None of its programs outlives the process that has it, not even
     where that process is killed.
@@ -122,18 +133,13 @@ class ProcessLauncher:
         self._command: tuple[str, ...] = ()
         self._secret = ""
 
-    def start(self, n: int, command: Sequence[str], secret: str, resources: Mapping[str, float]) -> list[Handle]:
+    def start(self, n: int, command: Sequence[str], secret: str) -> list[Handle]:
         """Start so many programs.
 
-            command      name of the program and its arguments, such as ("rollflow", "rollout-host", …); `{name}` as
-                         an argument stands for the name of the program's handle
-            secret       handed over in the environment, as `SECRET_VARIABLE`
-            resources    of each program: name -> amount; here none
-
-        Raises ValueError for any resources.
+        command      name of the program and its arguments, such as ("rollflow", "rollout-host", …); `{name}` as
+                     an argument stands for the name of the program's handle
+        secret       handed over in the environment, as `SECRET_VARIABLE`
         """
-        if resources:
-            raise ValueError(f"resources are {dict(resources)}, expected none: processes share this machine")
         self._command, self._secret = tuple(command), secret
         with closing_on_error(self.stop):
             for number in range(n):

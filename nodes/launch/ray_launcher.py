@@ -70,18 +70,18 @@ class RayLauncher:
     Ray restarts them for as long as this process lives.
 
         strategy       "spread" over the nodes, or "pack" onto few of them
+        resources      of each program: name -> amount
         runtime_env    of the actors
 
     Nothing but commands and logs goes through Ray: all of it is small, and none goes through its store.
     """
 
-    def __init__(self, strategy: str, runtime_env: Mapping[str, Any]) -> None:
-        self._strategy, self._runtime_env = strategy.upper(), dict(runtime_env)
+    def __init__(self, strategy: str, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> None:
+        self._strategy, self._resources, self._runtime_env = strategy.upper(), dict(resources), dict(runtime_env)
         self._placed: dict[Handle, _Placed] = {}
         self._group: Any = None
         self._command: tuple[str, ...] = ()
         self._secret = ""
-        self._resources: dict[str, float] = {}
         if not ray.is_initialized():
             ray.init()
 
@@ -89,9 +89,9 @@ class RayLauncher:
         """Address of this node, as Ray has it."""
         return str(ray.util.get_node_ip_address())
 
-    def start(self, n: int, command: Sequence[str], secret: str, resources: Mapping[str, float]) -> list[Handle]:
+    def start(self, n: int, command: Sequence[str], secret: str) -> list[Handle]:
         """Have Ray start so many programs as soon as it has room for all: see `ProcessLauncher`."""
-        self._command, self._secret, self._resources = tuple(command), secret, dict(resources)
+        self._command, self._secret = tuple(command), secret
         with closing_on_error(self.stop):
             self._group = placement_group([self._resources] * n, strategy=self._strategy)
             for bundle in range(n):

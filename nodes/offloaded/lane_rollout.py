@@ -50,6 +50,7 @@ class LaneRollout:
         self._site, self._replica = site, replica
         self._metrics = MetricsLogger()
         self._turns = _Turns(between)
+        replica.begin()
         self.lane, environments, prepare, forward, act = replica.stages(site, plan, self._metrics)
         first: Any = _FirstNoted(forward, self._turns.end_first, began)
         self._run = InlineRun(ring_of(environments, prepare, first, act, self._turns), mark=mark)

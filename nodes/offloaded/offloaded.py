@@ -44,6 +44,11 @@ class TurnToken:
         """Let go of the fragment: no more turns are taken."""
         self.fragment = None
 
+    def cut(self) -> Fragment | MultiAgentFragment:
+        """The fragment that it came back with."""
+        assert self.fragment is not None
+        return self.fragment
+
     def take(self, fragment: Fragment | MultiAgentFragment) -> None:
         """Come back with a fragment."""
         self.fragment, self.sequence = fragment, fragment.sequence + 1
@@ -255,19 +260,14 @@ class Emitter(CuttingStage[Any, Any]):
         if isinstance(lane, NoFragment):
             return self._set_aside(lane)
         fragment = lane.fragment
-        if fragment is not None:
-            self._cut(fragment)
-        is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
-        if lane.is_set_aside and fragment is None:
+        if not lane.is_set_aside:
+            return self._result(lane, None) if fragment is None else self._full(lane)
+        if fragment is None:
             self._relay.fragment_missing(lane.index)
-        if lane.is_set_aside:
-            fragment = self._relay.lane_set_aside(lane.index, lane.sequence, fragment)
-        elif is_last:
-            self._relay.lane_finished(lane.index, lane.sequence)
-        if lane.is_set_aside or is_last:
-            self.expect(-1)
-            return self._result(None, fragment)
-        return self._result(lane, fragment)
+        else:
+            self._cut(fragment)
+        self.expect(-1)
+        return self._result(None, self._relay.lane_set_aside(lane.index, lane.sequence, fragment))
 
 
 class AgentEmitter(Emitter):

@@ -60,9 +60,9 @@ class LaneSession:
     """Session of a lane with a rollout, from its welcome on; None as the grant: there is no rollout.
 
     published      module id -> version and weights
-    awaited        ids of modules whose weights are yet to come; None: nobody knows of which modules
-    states         of connectors by pipeline, to be taken over before the next turn
-    known_states   taken over last
+    fresh          ids of modules whose weights have come through the connection that there is now
+    states         of connectors by pipeline
+    are_new        whether these are to be taken over before the next turn
     replica        where published weights go to, once it acts
     cut            number of the last turn that is to end
     progress       how far the lane is
@@ -77,9 +77,9 @@ class LaneSession:
     grant: LaneGrant | None
     settings: RolloutSettings | None = None
     published: dict[Any, tuple[int, policy_weights.Weights]] = field(default_factory=dict)
-    awaited: set[Any] | None = None
+    fresh: set[Any] = field(default_factory=set)
     states: Mapping[str, Any] | None = None
-    known_states: Mapping[str, Any] | None = None
+    are_new: bool = False
     replica: Replica | None = None
     cut: int = 0
     progress: LaneProgress = LaneProgress()  # noqa: RUF009  # it can't be changed
@@ -93,17 +93,7 @@ class LaneSession:
     @property
     def is_equipped(self) -> bool:
         """True with settings, states and weights, which come in this order."""
-        return self.awaited == set()
-
-    def await_all(self) -> None:
-        """Have the next turn wait for weights of every module, whichever version."""
-        self.awaited = None if self.settings is None else set(self.settings.module)
-
-    def new_states(self) -> Mapping[str, Any] | None:
-        """States that connectors are to take over, once."""
-        states, self.states = self.states, None
-        self.known_states = states or self.known_states
-        return states
+        return self.settings is not None and self.settings.module.keys() <= self.fresh
 
 
 class RolloutLane:
@@ -138,14 +128,12 @@ class RolloutLane:
         Those that came through the last one may not have been the newest, nor the connectors' states.
         """
         with self._changed:
-            self.session.await_all()
+            self.session.fresh.clear()
 
     def configure(self, settings: RolloutSettings) -> None:
         """Take the rollout's settings."""
         with self._changed:
             self.session.settings = settings
-            if self.session.awaited is None:
-                self.session.await_all()
 
     def publish(self, version: int, weights: dict[str, Any], module_id: str | None = None) -> None:
         """Use these weights from the next forward pass on; the id is None where there is one module.
@@ -154,14 +142,14 @@ class RolloutLane:
         """
         with self._changed:
             session = self.session
-            if session.settings is None or session.awaited is None:
+            if session.settings is None:
                 raise WireError("weights before settings, expected them after", "order")
             module = DEFAULT_MODULE_ID if module_id is None else module_id
             if module not in session.settings.module:
                 expected = sorted(session.settings.module)
                 raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
             session.published[module] = version, weights
-            session.awaited.discard(module)
+            session.fresh.add(module)
             if session.replica is not None:
                 session.replica.put({module: (version, weights)})
             self._changed.notify_all()
@@ -173,7 +161,7 @@ class RolloutLane:
             for name in () if settings is None else settings.pieces:
                 if not isinstance(states.get(name), dict):
                     raise WireError(f"states: {name} is {shown(states.get(name))}, expected a map of states")
-            self.session.states = states
+            self.session.states, self.session.are_new = states, True
 
     def cut(self, number: int) -> None:
         """Have the turn of this number end now."""
@@ -208,8 +196,8 @@ class RolloutLane:
             self._has_failed = True
             return Failed.of(turn, error)
         with self._changed:
-            states = session.new_states()
-        if states is not None:
+            states, are_new, session.are_new = session.states, session.are_new, False
+        if are_new and states is not None:
             rollout.take_states(states.values())
         fragment, raised, lost = rollout.turn()
         # What was made in vain takes no number: there is no fragment then.
@@ -244,7 +232,7 @@ class RolloutLane:
         session.seed = seed_for(settings.seed, "restart", session.starts) if session.starts else settings.seed
         replica, how = self._act(self.env, settings)
         with self._changed:
-            states = session.new_states() or session.known_states
+            states, session.are_new = session.states, False
         if states is not None:  # before the first observations go through
             for name, pipeline in replica.named_pipelines:
                 pipeline.set_state(states[name])
@@ -258,7 +246,6 @@ class RolloutLane:
             seed=session.seed,
             acting=how,
         )
-        replica.begin()
         site = LaneSite(self.env, deviations=self._deviations)
         rollout = LaneRollout(site, plan, replica, between=partial(self._between, session))
         with self._changed:
@@ -452,6 +439,5 @@ class RolloutHost(Host):
             spaces = env.single_observation_space, env.single_action_space
             acting = acting_for(env, spaces, module=given[DEFAULT_MODULE_ID], **options)
         replica = Replica(acting, dict.fromkeys(given, -1))
-        settings.check_modules(replica.modules, self.name)
-        settings.check_pieces(replica.named_pipelines, self.name)
+        settings.check(replica, self.name)
         return replica, {"explore": settings.explore, **how}

@@ -81,9 +81,15 @@ class RolloutSettings:
                     raise WireError(f"settings.model_config: {error}") from error
         return made
 
-    def check_pieces(self, pipelines: Sequence[tuple[str, Any]], name: str) -> None:
-        """Raise ConnectorError where a host's pipelines have other pieces than the rollout's."""
-        mine = {which: [piece.name for piece in pipeline.connectors] for which, pipeline in pipelines}
+    def check(self, replica: Replica, name: str) -> None:
+        """Raise ModuleError or ConnectorError where a host's modules or pieces are others than the rollout's."""
+        for module_id, kind in self.module.items():
+            if type(replica.modules[module_id]).__name__ != kind:
+                raise ModuleError(
+                    f"the {self._named(module_id)} of host {name} is {type(replica.modules[module_id]).__name__}; "
+                    f"expected that of the rollout: {kind}"
+                )
+        mine = {which: [piece.name for piece in pipeline.connectors] for which, pipeline in replica.named_pipelines}
         for which in dict.fromkeys([*self.pieces, *mine]):
             theirs = list(self.pieces.get(which, ()))
             if mine.get(which, []) != theirs:
@@ -103,15 +109,6 @@ class RolloutSettings:
                 raise ModuleError(
                     f"the rollout's {self._named(module_id)} is {kind}, and host {name} was given none, "
                     "expected the same"
-                )
-
-    def check_modules(self, modules: Mapping[str, Any], name: str) -> None:
-        """Raise ModuleError where a host's modules are of other classes than the rollout's."""
-        for module_id, kind in self.module.items():
-            if type(modules[module_id]).__name__ != kind:
-                raise ModuleError(
-                    f"the {self._named(module_id)} of host {name} is {type(modules[module_id]).__name__}; expected "
-                    f"that of the rollout: {kind}"
                 )
 
     def _named(self, module_id: str) -> str:

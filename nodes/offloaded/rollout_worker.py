@@ -78,7 +78,6 @@ class RolloutServer(LaneServer):
     def _set_up(self, setup: dict[str, Any]) -> bytes:
         assert self._env is not None
         replica, plan = setup["replica"], setup["plan"]
-        replica.begin()
         self._replica = replica
         env = self._env.env if isinstance(self._env, LaneVectorEnv) else self._env
         site = LaneSite(env, is_shared=True, turn=self._phase.turn, deviations=self._deviations)

@@ -50,6 +50,18 @@ class _RingDriver(abc.ABC):
             self._await()
         return self._take()
 
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes."""
+        self._command(lambda: self._credits.release(lanes))
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        self._command(self.run.finish)
+
+    @abc.abstractmethod
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have a function called in the ring's thread."""
+
     @abc.abstractmethod
     def _await(self) -> None:
         """Wait until there is a fragment, or no more come."""
@@ -131,13 +143,8 @@ class InlineDriver(_RingDriver):
             raise self._stalled
         return result
 
-    def release(self, lanes: Sequence[int]) -> None:
-        """Give back the credits of fragments, by their lanes."""
-        self._credits.release(lanes)
-
-    def drain(self) -> None:
-        """Stop the environments; `next` gives what is left."""
-        self.run.finish()
+    def _command(self, command: Callable[[], None]) -> None:
+        command()
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""
@@ -223,14 +230,6 @@ class ThreadDriver(_RingDriver):
         self._arrived.set()
         if self._news is not None:
             self._news.ring()
-
-    def release(self, lanes: Sequence[int]) -> None:
-        """Give back the credits of fragments, by their lanes."""
-        self._command(lambda: self._credits.release(lanes))
-
-    def drain(self) -> None:
-        """Stop the environments; `next` gives what is left."""
-        self._command(self.run.finish)
 
     def look(self) -> Look | None:
         """What every stage does right now; a reader may wait for an event loop that something holds up."""

@@ -215,8 +215,9 @@ def test_hosts_whose_environment_can_not_be_made_say_so(cluster: Cluster) -> Non
 
 def test_the_five_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster, tmp_path: Path) -> None:
     install(tmp_path)
-    launcher = RayLauncher("spread", {"env_vars": {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}})
-    first, _ = launcher.start(2, [NAME, "wait", "--name", "{name}"], "sesame", {"CPU": 1})
+    variables = {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+    launcher = RayLauncher("spread", {"CPU": 1}, {"env_vars": variables})
+    first, _ = launcher.start(2, [NAME, "wait", "--name", "{name}"], "sesame")
     await_that(lambda: launcher.logs(first).endswith("waits\n"))
     assert launcher.logs(first).startswith("['wait', '--name', 'ray-0'] sesame\n")
     assert [handle.name for handle in launcher.alive()] == ["ray-0", "ray-1"]

@@ -25,7 +25,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def started(n: int, *command: str, secret: str = "sesame") -> Iterator[tuple[ProcessLauncher, list[Handle]]]:
     launcher = ProcessLauncher()
     try:
-        yield launcher, launcher.start(n, [NAME, *command, "--name", "{name}"], secret, {})
+        yield launcher, launcher.start(n, [NAME, *command, "--name", "{name}"], secret)
     finally:
         launcher.stop()
 
@@ -69,7 +69,7 @@ def test_how_a_program_has_ended_is_said_in_words() -> None:
 
 def test_a_program_that_is_not_installed_is_named() -> None:
     launcher = ProcessLauncher()
-    [handle] = launcher.start(1, ["nothing"], "", {})
+    [handle] = launcher.start(1, ["nothing"], "")
     await_that(lambda: not launcher.alive())
     assert launcher.logs(handle).startswith("no program nothing is installed for ")
     launcher.stop()
@@ -84,8 +84,3 @@ def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.Monkey
         with started(2, command) as (launcher, handles):
             await_that(lambda: all(map(launcher.logs, handles)))
     assert held_here() == before
-
-
-def test_resources_are_not_for_processes_of_one_machine() -> None:
-    with pytest.raises(ValueError, match=r"resources are \{'CPU': 1\}, expected none: processes share this machine"):
-        ProcessLauncher().start(1, [NAME], "", {"CPU": 1})
