@@ -97,6 +97,18 @@ def check_names(name: str, names: Any) -> None:
         raise ValueError(f"{name} is {shown(names)}, expected None, or a list of names")
 
 
+def ids_by_text(
+    whose: str, ids: Iterable[Any], error: Callable[[str], Exception], text_of: Callable[[Any], str] = str
+) -> dict[str, Any]:
+    """Text -> id. Raises `error` where two ids, such as 1 and "1", have one text, which is all that files have."""
+    found: dict[str, Any] = {}
+    for id_ in ids:
+        if (other := found.setdefault(text_of(id_), id_)) != id_:
+            text = f"the {whose}s {other!r} and {id_!r} have one text as their ids, expected another text"
+            raise error(f"{text} for each {whose}")
+    return found
+
+
 def places_in(**records: type) -> dict[str, str]:
     """Keyword -> the record's field that stands for it, also by its name in earlier versions, such as "step_timeout".
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, STEPS, DatasetFolder, no_steps
-from rollflow.sinks.datasets.parquet_episodes import UNREADABLE, damaged, open_file, read_chunks
+from rollflow.sinks.datasets.parquet_episodes import opened, read_chunks
 from rollflow.sinks.datasets.stored_agents import EnvEpisodes
 from rollflow.stream.data.errors import DatasetError
 
@@ -33,11 +33,8 @@ def _fault_of(folder: DatasetFolder, number: int, *, is_last: bool = False) -> s
     """
     try:
         for kind in (ENV_EPISODES,) if folder.has_agents else (STEPS, EPISODES):
-            with open_file(folder, kind, number) as file:
-                try:
-                    file.read(use_threads=False)
-                except UNREADABLE as error:
-                    raise damaged(folder.file(kind, number), error) from None
+            with opened(folder, kind, number) as file:
+                file.read(use_threads=False)
         if not folder.has_agents:
             read_chunks(folder, number)
         elif is_last:

@@ -39,8 +39,8 @@ from rollflow.sinks.datasets.fragment_tables import (
     EnvChunks,
     FragmentRows,
     agent_rows_of,
-    ids_by_text,
     modules_of,
+    stored_ids,
     tables_of,
 )
 from rollflow.sinks.datasets.stored_agents import StoredAgents
@@ -405,8 +405,8 @@ class DatasetSink:
             self._folder.check_is_own()
             if self._folder.has_agents:
                 description = self._folder.read()
-                self._agents = ids_by_text("agent", description["agents"])
-                self._modules = ids_by_text("module", description["modules"].values())
+                self._agents = stored_ids("agent", description["agents"])
+                self._modules = stored_ids("module", description["modules"].values())
             return max(self._folder.remove_left(), default=0) + 1
         except BaseException:
             self._folder.unlock()
@@ -447,8 +447,8 @@ class DatasetSink:
         if isinstance(fragment, Fragment):
             return {"": self._kind_of(fragment, "")}, self._agents, self._modules
         agents = [agent for part in fragment.parts for agent in part.part.agents]
-        agents_by_text = ids_by_text("agent", [*self._agents.values(), *agents])
-        modules_by_text = ids_by_text("module", [*self._modules.values(), *fragment.module_ids])
+        agents_by_text = stored_ids("agent", [*self._agents.values(), *agents])
+        modules_by_text = stored_ids("module", [*self._modules.values(), *fragment.module_ids])
         kinds = {name: self._kind_of(part, name) for name, part in modules_of(fragment).items()}
         return kinds, agents_by_text, modules_by_text
 

@@ -1,12 +1,14 @@
 """Fragments as Arrow tables: a row for each step, and a row for each chunk of an episode."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import ids_by_text
 from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, empty_tree, import_pyarrow, table_of
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, EPISODES, LAST_OBS, MODULES, STEPS
@@ -163,15 +165,9 @@ def checked_id(whose: str, id_: Any) -> str:
     return str(id_)
 
 
-def ids_by_text(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
-    """Text -> id. Raises DatasetError where two ids, such as 1 and "1", have one text, which is all that files have."""
-    found: dict[str, Any] = {}
-    for id_ in ids:
-        if (other := found.setdefault(checked_id(whose, id_), id_)) != id_:
-            raise DatasetError(
-                f"the {whose}s {other!r} and {id_!r} have one text as their ids, expected another text for each {whose}"
-            ).see("dataset")
-    return found
+def stored_ids(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
+    """Text -> id. Raises DatasetError for an id that no dataset can hold, and where two have one text."""
+    return ids_by_text(whose, ids, lambda text: DatasetError(text).see("dataset"), partial(checked_id, whose))
 
 
 class EnvChunks:

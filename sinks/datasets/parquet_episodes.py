@@ -43,12 +43,10 @@ class EpisodeIndex:
 
         version              numbers of the files
         group                i64[P]     number of each chunk's row group, counted over all files
-        file                 i64[P]     number of each chunk's file
         row                  i64[P]     of the chunk's first step in the row group
         place                i64[P]     of the chunk among those of the row group
         chunk_steps          i64[P]
         groups               (file, row group in the file) of each row group
-        group_chunks         i64[G]     chunks in each row group
         footers              file -> the metadata of its file of each kind
 
         order                i64[P]     chunks, episode by episode, by time
@@ -92,8 +90,6 @@ class EpisodeIndex:
         run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
         self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)
         firsts: Ints = np.cumsum(np.array(sizes, np.int64)) - np.array(sizes, np.int64)  # first chunk of each row group
-        self.group_chunks: Ints = np.array(sizes, np.int64)
-        self.file: Ints = np.array([number for number, _ in self.groups], np.int64)[self.group]
         self.place: Ints = np.arange(len(steps)) - firsts[self.group]
         before = np.cumsum(steps) - steps
         self.row, self.chunk_steps = before - before[firsts][self.group], steps
@@ -140,15 +136,19 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     return np.arange(int(lengths.sum())) + shifts
 
 
-def open_file(folder: DatasetFolder, kind: str, number: int, footer: Any = None) -> Any:
-    """A committed file, for reading. Raises DatasetError, with its name, if it is damaged or missing.
+@contextmanager
+def opened(folder: DatasetFolder, kind: str, number: int, footer: Any = None) -> Iterator[Any]:
+    """A committed file, for reading. Raises DatasetError, with its name, if it is missing, or not as it was written.
 
     footer    its `metadata`, if it was read before
     """
     _, pq = import_pyarrow()
     path = folder.file(kind, number)
     try:
-        return pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
+        with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+            yield file
+    except DatasetError:
+        raise
     except FileNotFoundError:
         raise DatasetError(f"{path} is missing, expected a file for each in {STEPS} and {EPISODES}") from None
     except UNREADABLE as error:
@@ -169,25 +169,22 @@ def read_chunks(
 
     Raises DatasetError where the file of steps has others than a file of `EPISODES` says.
     """
-    with open_file(folder, kind, number) as file:
-        path = folder.file(kind, number)
+    with opened(folder, kind, number) as file:
         sizes = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
-        try:
-            table = file.read(columns=[*_COLUMNS, *more], use_threads=False)
-            lengths = numbers_in(table, "num_steps")
-        except UNREADABLE as error:
-            raise damaged(path, error) from None
+        table = file.read(columns=[*_COLUMNS, *more], use_threads=False)
+        lengths = numbers_in(table, "num_steps")
         if kind == ENV_EPISODES:
             return table, sizes, {}
         footer = file.metadata
-    with open_file(folder, STEPS, number) as steps:
+    with opened(folder, STEPS, number) as steps:
         rows = [steps.metadata.row_group(each).num_rows for each in range(steps.num_row_groups)]
         ends = np.cumsum(sizes)
         wanted = [int(lengths[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
         if wanted != rows or not sizes:
-            raise damaged(folder.file(STEPS, number), f"its row groups have {rows} steps, {path.name} says {wanted}")
+            reason = f"its row groups have {rows} steps, {number:06d}.parquet says {wanted}"
+            raise damaged(folder.file(STEPS, number), reason)
         if _mark_of(steps.metadata) != _mark_of(footer):
-            raise damaged(folder.file(STEPS, number), f"it was not written together with {path}")
+            raise damaged(folder.file(STEPS, number), f"it was not written together with {folder.file(kind, number)}")
     return table, sizes, {EPISODES: footer, STEPS: steps.metadata}
 
 
@@ -228,71 +225,57 @@ class ParquetEpisodes(EpisodeIndex):
         self.columns: Mapping[str, Description] = self.description["columns"]
         self.observation_space = folder.space(self.description, "observation_space")
         self.action_space = folder.space(self.description, "action_space")
-        self._described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
         super().__init__(folder, EPISODES, more, piece_of)
 
     def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read the steps of episodes: see `EpisodeStore`; a module's have the column `env_t` as well."""
-        names = list(names)
-        chunks = self.chunks_of(episodes)
-        lengths = self.chunk_steps[chunks]
+        described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
+        asked = {name: described[name] for name in names}
+        steps = self._rows(STEPS, asked, self.chunks_of(episodes), self.row, self.chunk_steps)
+        if with_last:
+            steps.last_obs = self._of_chunks(LAST_OBS, Columns.OBS, self.last[episodes])
+            if Columns.STATE_OUT in self.columns:
+                steps.initial = self._of_chunks(Columns.STATE_IN, Columns.STATE_OUT, self.order[self.first[episodes]])
+        return steps
+
+    def _of_chunks(self, name: str, like: str, chunks: Ints) -> Tree:
+        """What is stored beside the steps of some chunks, i64[K], of a column's kind: a tree of arrays any[K, ...]."""
+        rows = self._rows(EPISODES, {name: self.columns[like]}, chunks, self.place, np.ones_like(self.place))
+        rows.join()
+        return rows.taken(name)
+
+    def _rows(
+        self, kind: str, described: Mapping[str, Description], chunks: Ints, first: Ints, count: Ints
+    ) -> StoredSteps:
+        """The rows of some chunks, i64[K], in the files of a kind.
+
+        first, count    i64[P]    first row of each chunk in its row group, and how many
+        """
+        lengths = count[chunks]
         order = np.argsort(chunks)  # as they lie in the files
         begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
-        parts = {name: [empty_tree(self._described[name], 0)] for name in names}
+        parts = {name: list[Tree]() for name in described}
         groups = [(group, order[part]) for group, part in _parts(self.group[chunks[order]])]
-        reads = [partial(self._steps, names, *self.groups[group]) for group, _ in groups]
+        reads = [partial(self._table, kind, list(described), *self.groups[group]) for group, _ in groups]
         with closing(in_pairs(reads)) as tables:
             for (_, mine), table in zip(groups, tables, strict=True):
-                rows, counts = self.row[chunks[mine]], lengths[mine]
-                trees = [tree_of(table.column(name), self._described[name]) for name in names]
+                rows, counts = first[chunks[mine]], lengths[mine]
+                trees = [tree_of(table.column(name), each) for name, each in described.items()]
                 total, wanted = table.num_rows, ranges(rows, counts)
                 if 2 * len(wanted) < total:  # the rest is let go
                     trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
                     total, rows = len(wanted), np.cumsum(counts) - counts
                 begins[mine] = size + rows
                 size += total
-                for name, tree in zip(names, trees, strict=True):
+                for name, tree in zip(described, trees, strict=True):
                     parts[name].append(tree)
-        last_obs, initial = None, None
-        if with_last:
-            last_obs = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], self.last[episodes])
-            if Columns.STATE_OUT in self.columns:
-                heads = self.order[self.first[episodes]]
-                initial = self._of_chunks(Columns.STATE_IN, self.columns[Columns.STATE_OUT], heads)
-        parts = {name: trees[1:] or trees for name, trees in parts.items()}
-        return StoredSteps(parts, ranges(begins, lengths), last_obs, initial)
+        found = {name: trees or [empty_tree(described[name], 0)] for name, trees in parts.items()}
+        return StoredSteps(found, ranges(begins, lengths), None)
 
-    def _of_chunks(self, name: str, described: Description, chunks: Ints) -> Tree:
-        """Read what is stored beside the steps of some chunks, i64[K]: a tree of arrays any[K, ...]."""
-        order = np.argsort(chunks)
-        rows, parts, size = np.empty_like(chunks), [empty_tree(described, 0)], 0
-        for number, in_file in _parts(self.file[chunks[order]]):
-            mine = order[in_file]
-            groups, at = np.unique(self.group[chunks[mine]], return_inverse=True)
-            counts = self.group_chunks[groups]
-            with self._opened(EPISODES, number) as file:
-                numbers = [self.groups[group][1] for group in groups.tolist()]
-                table = file.read_row_groups(numbers, columns=[name], use_threads=False)
-                parts.append(tree_of(table.column(name), described))
-            rows[mine] = size + self.place[chunks[mine]] + (np.cumsum(counts) - counts)[at]
-            size += int(counts.sum())
-        steps = StoredSteps({name: parts[1:] or parts}, rows, None)
-        steps.join()
-        return steps.taken(name)
-
-    def _steps(self, names: Sequence[str], number: int, group: int) -> Any:
-        """The table of a row group of steps. In any thread."""
-        with self._opened(STEPS, number) as file:
+    def _table(self, kind: str, names: Sequence[str], number: int, group: int) -> Any:
+        """The table of a row group. In any thread."""
+        with opened(self._folder, kind, number, self.footers[number][kind]) as file:
             return file.read_row_group(group, columns=names, use_threads=False)
-
-    @contextmanager
-    def _opened(self, kind: str, number: int) -> Iterator[Any]:
-        """A file, for reading. Raises DatasetError, with its name, where it can't be read as it was written."""
-        with open_file(self._folder, kind, number, self.footers[number][kind]) as file:
-            try:
-                yield file
-            except UNREADABLE as error:
-                raise damaged(self._folder.file(kind, number), error) from None
 
 
 def _parts(values: Ints) -> Iterator[tuple[int, slice]]:

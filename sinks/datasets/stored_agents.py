@@ -17,7 +17,7 @@ from rollflow.sinks.datasets.episode_block import (
     step_bytes,
     windows_of,
 )
-from rollflow.sinks.datasets.fragment_tables import ids_by_text
+from rollflow.sinks.datasets.fragment_tables import stored_ids
 from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -48,7 +48,7 @@ class ModuleEpisodes(ParquetEpisodes):
         self.module_id = module_id
         head = self.order[self.first]
         texts = self.more[Columns.AGENT_ID].cast("string").dictionary_encode()
-        by_text = {text: place for place, text in enumerate(ids_by_text("agent", envs.agents))}
+        by_text = {text: place for place, text in enumerate(stored_ids("agent", envs.agents))}
         found = [by_text.get(text, -1) for text in texts.dictionary.to_pylist()]
         if -1 in found:
             unknown = texts.dictionary[found.index(-1)]

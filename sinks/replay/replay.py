@@ -18,7 +18,13 @@ from urllib.parse import quote
 import anyio
 import numpy as np
 
-from rollflow.nodes.argument_checks import check_numbers, checked_count, checked_number, checking_constructor
+from rollflow.nodes.argument_checks import (
+    check_numbers,
+    checked_count,
+    checked_number,
+    checking_constructor,
+    ids_by_text,
+)
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
@@ -430,17 +436,11 @@ class Replay:
 
         The text of an id tells the module's file and its seed from those of the others.
         """
-        texts = {str(each): each for each in others}
+        module_ids = list(dict.fromkeys(module_ids))
+        ids_by_text("module", [*others, *module_ids], lambda text: ReplayError(text).see("replay"))
         tables: dict[Any, ReplayTable] = {}
-        for module_id in dict.fromkeys(module_ids):
-            text = str(module_id)
-            if text in texts:
-                raise ReplayError(
-                    f"the modules {texts[text]!r} and {module_id!r} have one text as their ids, expected another text "
-                    "for each module"
-                ).see("replay")
-            texts[text] = module_id
-            storage, seed = self._storage, self._seed
+        for module_id in module_ids:
+            text, storage, seed = str(module_id), self._storage, self._seed
             if storage.path is not None:
                 storage = replace(storage, path=f"{os.fspath(storage.path)}.{quote(text, safe=' ')}")
             seed = None if seed is None else zlib.crc32(text.encode(), seed & 0xFFFFFFFF)
