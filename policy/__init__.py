@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.policies.evaluation import Evaluation as Evaluation
-    from rollflow.nodes.policies.of_agent import evaluate_agents as evaluate_agents
+    from rollflow.nodes.policies.evaluation import Evaluation as Evaluation, evaluate_agents as evaluate_agents
     from rollflow.nodes.policies.onnx_policy import OnnxPolicy as OnnxPolicy
     from rollflow.nodes.policies.part_records import (
         register_connector as register_connector,

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import lane_makers
+from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
+from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
+from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.graph.seeding import env_seed_for
 
 if TYPE_CHECKING:
@@ -215,3 +218,65 @@ def check_spaces(policy: Any, observation_space: Any, action_space: Any, where: 
         own = getattr(policy, name)
         if own != theirs:
             raise PolicyError(f"{name} of {where} is {theirs}, but {whose} was made for {own}")
+
+
+# Several agents
+
+
+def evaluate_agents(
+    policies: "Mapping[Any, Policy]", env: Callable[[], Any], episodes: int = 100, *, seed: int = 0
+) -> dict[Any, Evaluation]:
+    """Returns and lengths of each agent, over whole episodes that the agents play together.
+
+        policies    agent -> its policy, which may be that of other agents, too
+        env         makes a `MultiAgentEnv`, or what PettingZoo has
+        seed        of the environments
+
+    An agent's length is the number of its actions. Sessions of the policies are begun anew, one for each agent. Raises
+    PolicyError for an agent without a policy, or with one for other spaces.
+    """
+    if episodes < 1:
+        raise PolicyError(f"episodes is {episodes}, expected 1 or more")
+    made = adapted(env())
+    try:
+        _check_agents(policies, made)
+        found = {agent: Evaluation(np.zeros(episodes), np.zeros(episodes, np.int64)) for agent in policies}
+        play([_player(policies, made, found, episodes, seed)], policies.__getitem__)
+    finally:
+        made.close()
+    return found
+
+
+def _player(
+    policies: "Mapping[Any, Policy]", env: Any, found: Mapping[Any, Evaluation], episodes: int, seed: int
+) -> Player:
+    """Player of all agents, whose returns and lengths go into `found`."""
+    for episode in range(episodes):
+        for agent, policy in policies.items():
+            policy.reset(agent)
+        since = dict.fromkeys(policies, 0.0)  # an agent's last action
+        observations, _ = env.reset(seed=env_seed_for(seed, "evaluation", episode))
+        ended: set[Any] = set()
+        while observations:
+            actions = yield {agent: (seen, since[agent]) for agent, seen in observations.items()}
+            for agent in actions:
+                found[agent].lengths[episode] += 1
+                since[agent] = 0.0
+            observations, rewards, terminateds, truncateds, _ = env.step(actions)
+            for agent, reward in rewards.items():
+                found[agent].returns[episode] += float(reward)
+                since[agent] += float(reward)
+            ended |= {agent for told in (terminateds, truncateds) for agent, flag in told.items() if flag}
+            is_over = ALL_AGENTS in ended or ended >= policies.keys()
+            observations = {} if is_over else {each: seen for each, seen in observations.items() if each not in ended}
+
+
+def _check_agents(policies: "Mapping[Any, Policy]", env: Any) -> None:
+    spaces = agent_spaces(env)
+    missing = [agent for agent in spaces.agents if agent not in policies]
+    unknown = [agent for agent in policies if agent not in spaces.agents]
+    if missing or unknown:
+        raise PolicyError(f"policies are missing of {missing}, and {unknown} are no agents; expected {spaces.agents}")
+    for agent, policy in policies.items():
+        theirs = spaces.observation_spaces[agent], spaces.action_spaces[agent]
+        check_spaces(policy, *theirs, f"agent {agent!r}", "its policy")

@@ -41,6 +41,7 @@ from rollflow.nodes.policies.artifact import (
 from rollflow.nodes.policies.artifact_files import (
     ONNX,
     check_target,
+    folder_of,
     read_files,
     read_manifest,
     write_file,
@@ -65,7 +66,11 @@ from rollflow.stream.fragments.lane import Lane
 
 if TYPE_CHECKING:
     from rollflow.nodes.connectors.pipelines.adapting import Origin
+    from rollflow.nodes.env.lane_source import LaneSource
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
+    from rollflow.nodes.stages.agent_stages import AgentsActing
+    from rollflow.nodes.stages.module_set import ActingModule
+    from rollflow.stream.multi_agent.agent_part import AgentPart
 
 MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
 VECTOR_STEPS = "vector_steps"  # in `trained_on`
@@ -796,3 +801,74 @@ def policy_now(
     made.publish(newest)
     made.trained_on = facts | {"policy_version": version}
     return made
+
+
+class AgentPolicies:
+    """The policies of a rollout's agents, each with the weights published last.
+
+    parts     the agents by their spaces
+    acting    the modules that act for them, with the pipelines of each part
+    source    steps their environments
+    """
+
+    def __init__(self, parts: "Sequence[AgentPart]", acting: "AgentsActing", source: "LaneSource") -> None:
+        self._parts, self._acting, self._modules, self._source = parts, acting, acting.modules, source
+
+    def of(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
+        """The policy that acts for an agent.
+
+            module_id    None: of the module that the agent is mapped to
+            options      of `Policy`
+
+        Raises PolicyError for an unknown agent, and where its module is up to the episode, or it can't act alone.
+        """
+        if self._acting.joint is not None:
+            raise PolicyError(f"joint_connector pieces see all agents together, and agent {agent!r} can't act alone")
+        place, acting = self._place_of(agent), self._module_of(agent, module_id)
+        part, pipelines = self._parts[place], (self._acting.env_to_module[place], self._acting.module_to_env[place])
+        spaces = {"observation_space": part.observation_space, "action_space": part.action_space}
+        facts = {"agent": str(agent), "module": str(acting.module_id), VECTOR_STEPS: self._source.vector_steps}
+        return policy_now(acting.module, acting.weights, pipelines, facts, **spaces, **options)
+
+    def of_all(self) -> dict[Any, Policy]:
+        """Agent -> its policy, which agents of the same spaces and the same module share. Raises as `of` does."""
+        made: dict[tuple[int, Any], Policy] = {}
+        found: dict[Any, Policy] = {}
+        for agent in (agent for part in self._parts for agent in part.agents):
+            key = self._place_of(agent), self._module_of(agent, None).module_id
+            if key not in made:
+                made[key] = self.of(agent)
+            found[agent] = made[key]
+        return found
+
+    def to_save(self, path: Path, agent: Any, module_id: Any, **options: Any) -> dict[Path, Policy]:
+        """Path -> the policy of an agent or of a module; None for both: those of all modules, in folders of their own.
+
+        Raises as `of` does, and PolicyError where several can't be saved at the path.
+        """
+        if agent is not None or module_id is not None:
+            return {path: self.of(self._modules.agent_of(module_id) if agent is None else agent, module_id, **options)}
+        if path.suffix == ".zip":
+            raise PolicyError(f"{path} is one file, expected a folder for the policies of all modules, or agent=…")
+        ids = list(self._modules.versions())
+        made = {path / folder_of(str(each)): self.of(self._modules.agent_of(each), each, **options) for each in ids}
+        if len(made) < len(ids):
+            raise PolicyError(f"some of the modules {ids} have one text as their ids, expected another for each")
+        return made
+
+    def _place_of(self, agent: Any) -> int:
+        for place, part in enumerate(self._parts):
+            if agent in part.agents:
+                return place
+        agents = [each for part in self._parts for each in part.agents]
+        raise PolicyError(f"there is no policy for agent {agent!r}: the agents are {agents}")
+
+    def _module_of(self, agent: Any, module_id: Any) -> "ActingModule":
+        if module_id is not None:
+            return self._modules.of_id(module_id)
+        if self._modules.is_by_agent:
+            return self._modules.module_of(agent, "policy")
+        raise PolicyError(
+            f"agent {agent!r} may have another module in each episode; expected policy({agent!r}, module_id), and "
+            "evaluate_agents to evaluate such policies"
+        )

@@ -10,9 +10,8 @@ from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
-from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
-from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
-from rollflow.nodes.policies.policy import Policy, save_all
+from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate, evaluate_agents
+from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
 from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop

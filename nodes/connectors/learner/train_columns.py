@@ -372,7 +372,7 @@ def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
     return [info_of(fragment.infos[row], at) for row, at in zip(rows.tolist(), slot.tolist(), strict=True)]
 
 
-class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
+class AddNextObservationsFromEpisodesToTrainBatch(StepsConnector):
     """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
 
     Where a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
@@ -380,26 +380,10 @@ class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
     kinds.
     """
 
-    columnar = True
-    pipelines = ("learner",)
-    changes_episodes = False
+    keeps = (Columns.NEXT_OBS,)
 
-    @module_by_module
-    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
-        if Columns.NEXT_OBS in batch or not len(episodes):
-            return batch
-        steps = TrainSteps(episodes, batch, shared_data)
-        if isinstance(episodes, FragmentEpisodes) or Columns.OBS in batch or not is_in_list_form(batch):
-            if len(steps):
-                steps.put(Columns.NEXT_OBS, steps.next_observations())
-            return batch
-        self._add_of_episodes(
-            batch,
-            episodes,
-            lambda each: {Columns.NEXT_OBS: each.get_observations(slice(1, len(each) + 1))},
-            learns=True,
-        )
-        return batch
+    def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
+        return {Columns.NEXT_OBS: steps.next_observations()} if len(steps) else {}
 
 
 class AddOneTsToEpisodesAndTruncate(ConnectorV2):
