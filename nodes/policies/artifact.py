@@ -18,7 +18,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
+from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies.artifact_files import (
@@ -210,9 +212,9 @@ def parts_of(
 
 def computed_by(module: Any) -> dict[str, str]:
     """Torch and the processor that compute a module's passes: where both are the same, so are the results."""
-    device = next((tensor.device for tensor in module.state_dict().values() if torch.is_tensor(tensor)), None)
-    on_cpu = device is None or device.type == "cpu"
-    processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}" if on_cpu else torch.cuda.get_device_name(device)
+    processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}"
+    if (device := device_of(module)).type != "cpu":
+        processor = torch.cuda.get_device_name(device)
     way = " by its program" if isinstance(module, ProgramModule) else ""
     return {"torch": f"{torch.__version__}{way}", "processor": f"{platform.machine()} {processor}"}
 
@@ -272,21 +274,16 @@ def _program_module(
 
 def _check_initial(module: Any, initial: Any) -> None:
     own = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
-    if not equal_trees(map_tree(_plain, own), map_tree(_plain, initial)):
+    own, initial = map_tree(as_array, own), map_tree(as_array, initial)
+    if not equal_trees(own, initial):
         raise PolicyError(
             f"module: {type(module).__name__}.get_initial_state() is {_text(own)}, expected {_text(initial)}, as "
             "it was when the policy was saved"
         )
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _text(state: Any) -> Any:
-    return map_tree(
-        lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', []))}", state
-    )
+    return map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", state)
 
 
 def _check_format(manifest: dict[str, Any]) -> None:
@@ -390,7 +387,7 @@ class _Recorder:
     def record(self, part: str, columns: dict[str, Any]) -> None:
         for name, column in columns.items():
             for leaf in leaves_of(column):
-                array = leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+                array = as_array(leaf)
                 if array.dtype.kind in "biuf":
                     key = f"{part}: {name} {array.dtype}"
                     self._parts.setdefault(key, []).append(np.array(array).reshape(-1))

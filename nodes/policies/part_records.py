@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -23,6 +23,7 @@ from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, located, refused, shown
 
 ArraysByName = dict[str, NDArray[Any]]
+Thing = TypeVar("Thing")
 
 _OF_THE_DEVICE = {"device", "pin_memory"}  # arguments of `NumpyToTensor` that a file must not fix
 _PIECE = {"name", "version", "label", "config", "state"}
@@ -49,14 +50,12 @@ def register_connector(name: str, cls: type[ConnectorV2]) -> type[ConnectorV2]:
 
     Raises PolicyError for a name that is taken, and for anything but such a class.
     """
-    _register("connector", name, cls)
-    return cls
+    return _register("connector", name, cls)
 
 
 def register_module(name: str, cls: type) -> type:
     """Give a class of modules the name that saved policies have for it; the class. Raises PolicyError likewise."""
-    _register("module", name, cls)
-    return cls
+    return _register("module", name, cls)
 
 
 def register_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,8 +63,7 @@ def register_function(name: str, function: Callable[..., Any]) -> Callable[..., 
 
     Pieces take functions as arguments, such as `LambdaConnector`. Raises PolicyError likewise.
     """
-    _register("function", name, function)
-    return function
+    return _register("function", name, function)
 
 
 def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> str:
@@ -150,7 +148,7 @@ def _is_one(kind: str, thing: Any) -> bool:
     return callable(thing) if base is None else isinstance(thing, type) and issubclass(thing, base)
 
 
-def _register(kind: str, name: str, thing: Any) -> None:
+def _register(kind: str, name: str, thing: Thing) -> Thing:
     if not isinstance(name, str) or not name or name.startswith(_OWN):
         raise PolicyError(f"the name of a {kind} is {name!r}, expected text that does not begin with '{_OWN}'")
     if not _is_one(kind, thing):
@@ -159,6 +157,7 @@ def _register(kind: str, name: str, thing: Any) -> None:
     if before is not None and before is not thing and _place(before) != _place(thing):
         raise PolicyError(f"{kind} {name!r} is {_place(before)} already, expected another name for {_place(thing)}")
     _registered[kind][name] = thing
+    return thing
 
 
 def _place(thing: Any) -> str:

@@ -481,12 +481,7 @@ class Policy:
                 "act() got a tuple with a dict, as reset() and step() of an environment give it; expected its first "
                 "part, the observation"
             )
-        if isinstance(observation, list) and isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
-            observation = np.array(observation, space.dtype)
-        if isinstance(observation, np.ndarray):
-            observations: Tree = observation[None]
-        else:
-            observations = map_tree(lambda leaf: np.asarray(leaf)[None], observation)
+        observations = observation[None] if isinstance(observation, np.ndarray) else rows_of([observation], space)
         rewards = None if reward is None else np.array([reward], np.float32)
         return tree_at(self._acted(observations, rewards, (session,), None if info is None else [info]), 0)
 

@@ -538,13 +538,10 @@ class WatchedPolicy:
 
     def _stamp(self) -> _Stamp | None:
         try:
-            found = self._manifest().stat()
+            found = _manifest_of(self._path).stat()
         except OSError:
             return None  # it is being replaced
         return found.st_ino, found.st_mtime_ns, found.st_size
-
-    def _manifest(self) -> Path:
-        return self._path / "policy.json" if self._path.is_dir() else self._path
 
 
 class Watcher:
@@ -572,5 +569,8 @@ class Watcher:
 
 def version_of(path: Path) -> str:
     """The version of an artifact: twelve digits of the digest of its manifest, which has the checksums of the rest."""
-    manifest = path / "policy.json" if path.is_dir() else path
-    return hashlib.sha256(manifest.read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(_manifest_of(path).read_bytes()).hexdigest()[:12]
+
+
+def _manifest_of(path: Path) -> Path:
+    return path / "policy.json" if path.is_dir() else path

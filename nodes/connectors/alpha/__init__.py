@@ -28,7 +28,7 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, shown
-from rollflow.stream.data.space import flatten, item_of, tree_of
+from rollflow.stream.data.space import flatten, item_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
@@ -39,26 +39,15 @@ class SampleBatch(dict[str, Any]):
     """A dict of columns, with the names of RLlib's columns; states are `state_in_0`, `state_out_0` and so on."""
 
     OBS = "obs"
-    CUR_OBS = "obs"
     NEXT_OBS = "new_obs"
     ACTIONS = "actions"
     REWARDS = "rewards"
-    PREV_ACTIONS = "prev_actions"
-    PREV_REWARDS = "prev_rewards"
     TERMINATEDS = "terminateds"
     TRUNCATEDS = "truncateds"
     INFOS = "infos"
-    SEQ_LENS = "seq_lens"
-    T = "t"
-    EPS_ID = "eps_id"
-    ENV_ID = "env_id"
-    AGENT_INDEX = "agent_index"
-    UNROLL_ID = "unroll_id"
     ACTION_DIST_INPUTS = "action_dist_inputs"
     ACTION_LOGP = "action_logp"
-    ACTION_PROB = "action_prob"
     VF_PREDS = "vf_preds"
-    RETURNS_TO_GO = "returns_to_go"
 
 
 @dataclass(slots=True)
@@ -103,19 +92,6 @@ class ActionConnectorDataType:
     agent_id: str
     input_dict: dict[str, Any]
     output: PolicyOutputType
-
-
-def sample_of(space: Space) -> Tree:
-    """An item of a space: zeros where it has them, else its lowest numbers; `any[...]` by leaf."""
-    return tree_of(_sample, space)
-
-
-def _sample(space: Space) -> Any:
-    if isinstance(space, spaces.Box):
-        return np.clip(np.zeros(space.shape), space.low, space.high).astype(space.dtype)
-    if isinstance(space, spaces.Discrete):
-        return np.int64(space.start)
-    return np.array(space.start) if isinstance(space, spaces.MultiDiscrete) else map_tree(np.asarray, item_of(space))
 
 
 @dataclass
@@ -340,10 +316,6 @@ class ConnectorPipeline(NamedPieces, Connector):
         """The connectors, in order."""
         return self._pieces
 
-    @connectors.setter
-    def connectors(self, connectors: Sequence[Any]) -> None:
-        self._edit(list(connectors))
-
     def in_training(self) -> None:
         super().in_training()
         for connector in self.connectors:
@@ -362,22 +334,6 @@ class ConnectorPipeline(NamedPieces, Connector):
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a connector out. Raises ConnectorError where there is none of the name."""
         self._edit(self._without(name_or_class))
-
-    def __getitem__(self, key: int | slice | str | type) -> list[Any]:
-        """The list of connectors at a place, of a class's name, or of a class; empty where there is none.
-
-        Raises IndexError for a place that there is not, and TypeError for any other key.
-        """
-        if isinstance(key, slice):
-            return self.connectors[key]
-        if isinstance(key, int):
-            return [self.connectors[key]]
-        if isinstance(key, str):
-            named = zip(self.names, self.connectors, strict=True)
-            return [each for name, each in named if key in (name, type(each).__name__)]
-        if isinstance(key, type):
-            return [each for each in self.connectors if isinstance(each, key)]
-        raise TypeError(f"{type(self).__name__}[{key!r}]: expected a place, a name or a class")
 
     def _edit(self, pieces: list[Any]) -> None:
         for place, connector in enumerate(pieces):
@@ -476,10 +432,6 @@ def _is_action_data(item: Any) -> bool:
 # rollflow's own connectors
 
 
-OBSERVATIONS = (SampleBatch.OBS, SampleBatch.NEXT_OBS)
-UNFIT = "ObsPreprocessorConnector can't make vectors of observations"
-
-
 def columns_of(connector: AgentConnector, ac_data: AgentConnectorDataType) -> dict[str, Any]:
     """The columns of an agent's data. Raises ConnectorError where they are the policy's input already."""
     data = ac_data.data
@@ -499,36 +451,28 @@ class ObsPreprocessorConnector(AgentConnector):
     """
 
     def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-        space = original_space(self.context, self)
+        space = self.context.observation_space
+        if space is None:
+            raise ConnectorError(
+                f"{self.name}: the context has no observation_space, expected ConnectorContext(observation_space=…)"
+            )
+        space = getattr(space, "original_space", space)
         if isinstance(space, spaces.Box):
             return ac_data
+        check_has_numbers(space, "ObsPreprocessorConnector can't make vectors of observations")
         data = columns_of(self, ac_data)
-        for name in OBSERVATIONS:
+        for name in (SampleBatch.OBS, SampleBatch.NEXT_OBS):
             if name in data:
                 data[name] = self._flat(space, data[name])
         return ac_data
 
     def _flat(self, space: Space, observation: Any) -> Any:
-        check_has_numbers(space, UNFIT)
         try:
-            rows = map_tree(lambda leaf: np.asarray(leaf)[None], observation)
-            return flatten(space, rows)[0]
+            return flatten(space, observation)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConnectorError(
                 f"ObsPreprocessorConnector: an observation is {shown(observation)}, expected one in {space}"
             ) from error
-
-
-def original_space(ctx: ConnectorContext, connector: AgentConnector) -> Space:
-    """The space of the environment's observations. Raises ConnectorError where the context has none."""
-    space = ctx.observation_space
-    if space is None:
-        raise ConnectorError(
-            f"{type(connector).__name__}: the context has no observation_space, expected "
-            "ConnectorContext(observation_space=…)"
-        )
-    original: Space = getattr(space, "original_space", space)
-    return original
 
 
 class ClipRewardAgentConnector(AgentConnector):
@@ -577,7 +521,7 @@ class StateBufferConnector(AgentConnector):
         output = self._outputs.get(ac_data.env_id, {}).get(ac_data.agent_id)
         if output is None:
             space = self.context.action_space
-            actions, states = (None if space is None else sample_of(space)), self.context.initial_states
+            actions, states = (None if space is None else item_of(space)), self.context.initial_states
             fetches: Any = {}
         else:
             actions, states, fetches = output

@@ -180,7 +180,7 @@ def test_a_recurrent_policy_goes_on_with_its_states_until_its_episode_ends() -> 
 def test_connectors_of_a_nested_pipeline_have_its_context() -> None:
     inner = ActionConnectorPipeline(None, [NormalizeActionsConnector()])
     outer = ActionConnectorPipeline(ConnectorContext(action_space=gym.spaces.Box(0.0, 4.0, (1,))), [inner])
-    inner.connectors = [NormalizeActionsConnector(), ImmutableActionsConnector()]
+    inner.append(ImmutableActionsConnector())
     made = outer(ActionConnectorDataType("e", "a", {}, (np.array([0.5], np.float32), [], {}))).output[0]
     assert made.tolist() == [3.0]
     assert not made.flags.writeable
