@@ -1,11 +1,9 @@
 """Names of a package that are imported when they are first asked for."""
 
 import ast
-import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 
@@ -22,11 +20,10 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[
         home = homes.get(name) or _home_of_alias(package, name)
         if home is None:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        with _no_collection():
-            try:
-                value = getattr(importlib.import_module(home), name)
-            except AttributeError as error:  # as of a name that the system lacks: else `from … import` would hide it
-                raise ImportError(f"{package}.{name} can't be imported, {home} raised {error}") from error
+        try:
+            value = getattr(importlib.import_module(home), name)
+        except AttributeError as error:  # as of a name that the system lacks: else `from … import` would hide it
+            raise ImportError(f"{package}.{name} can't be imported, {home} raised {error}") from error
         there[name] = value
         return value
 
@@ -49,15 +46,3 @@ def _home_of_alias(package: str, name: str) -> str | None:
     from rollflow.aliases import ALIASES
 
     return next((home for home, names in ALIASES.get(package, {}).items() if name in names), None)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Put off collecting garbage, of which imports make hardly any: one pass over all that torch has takes 75 ms."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -1,17 +1,16 @@
 """Report of a run: the counts of its nodes and edges, and the stage that holds the others back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rollflow.stream.graph.meter import CallStats, EdgeMeter, NodeMeter, clock
-from rollflow.stream.observe.svg import preformatted, table
+from rollflow.stream.observe.svg import preformatted
 from rollflow.stream.observe.waits import CALLER
 
 LEARNER = "learner_pipeline"
 _EDGE_COUNTS = "name", "capacity", "items", "held", "peak", "dropped", "blocked_count"  # of a meter, as they are
 _NO_PIECES: Mapping[str, str] = {}
-_WIDTHS = 10, 7, 7, 8, 7, 8, 8  # of a table's columns behind the names; the last one is as wide as it is
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for
 
 
@@ -127,47 +126,24 @@ class Report:
             **({"notes": list(self.notes)} if self.notes else {}),
         }
 
-    def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
-        """Headings and rows of the nodes, and of the edges if there are any."""
-        total = max(self.elapsed_s, 1e-9)
-        nodes = [
-            [
-                node.name,
-                f"{node.items:,}",
-                *(f"{part / total:.1%}" for part in (node.busy_s, node.idle_s, node.blocked_s)),
-                *map(duration_text, node.calls or ("", "", "")),
-                node.slowest_piece,
-            ]
-            for node in self.nodes
-        ]
-        yield ["node", "items", "busy", "idle", "blocked", "p50", "p99", "longest", "slowest piece"], nodes
-        edges = [
-            [
-                edge.name,
-                f"{edge.items:,}",
-                f"{edge.held}/{edge.capacity}",
-                f"{edge.mean_held:.2f}",
-                f"{edge.peak}",
-                f"{edge.full:.1%}",
-                f"{edge.dropped:,}",
-            ]
-            for edge in self.edges
-        ]
-        if edges:
-            yield ["edge", "items", "held", "mean", "peak", "full", "dropped"], edges
-
     def __str__(self) -> str:
+        total = max(self.elapsed_s, 1e-9)
         width = max(map(len, (*(node.name for node in self.nodes), *(edge.name for edge in self.edges))))
-        lines = []
-        for headings, rows in self._tables():
-            for name, *cells in (headings, *rows):
-                aligned = [f"{cell:>{wide}}" for cell, wide in zip(cells, _WIDTHS, strict=False)]
-                lines.append("  ".join([" ".join([f"{name:<{width}}", *aligned]), *cells[len(_WIDTHS) :]]).rstrip())
-        return "\n".join([*lines, *self.notes, self._conclusion()])
+        line = f"{{:<{width}}} {{:>10}} {{:>7}} {{:>7}} {{:>8}} {{:>7}} {{:>8}} {{:>8}}  {{}}".format
+        lines = [line("node", "items", "busy", "idle", "blocked", "p50", "p99", "longest", "slowest piece")]
+        for node in self.nodes:
+            shares = (f"{part / total:.1%}" for part in (node.busy_s, node.idle_s, node.blocked_s))
+            calls = map(duration_text, node.calls or ("", "", ""))
+            lines.append(line(node.name, f"{node.items:,}", *shares, *calls, node.slowest_piece))
+        if self.edges:
+            lines.append(line("edge", "items", "held", "mean", "peak", "full", "dropped", "", ""))
+        for edge in self.edges:
+            held, rest = f"{edge.held}/{edge.capacity}", (f"{edge.full:.1%}", f"{edge.dropped:,}", "", "")
+            lines.append(line(edge.name, f"{edge.items:,}", held, f"{edge.mean_held:.2f}", edge.peak, *rest))
+        return "\n".join([*(each.rstrip() for each in lines), *self.notes, self._conclusion()])
 
     def _repr_html_(self) -> str:
-        tables = [table(headings, rows) for headings, rows in self._tables()]
-        return "".join([*tables, preformatted("\n".join([*self.notes, self._conclusion()]))])
+        return preformatted(str(self))
 
     def _conclusion(self) -> str:
         busiest = self._busiest

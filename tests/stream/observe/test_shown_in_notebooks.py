@@ -92,10 +92,7 @@ def test_a_report_shows_the_figures_of_its_text() -> None:
     with Rollout("CartPole-v1", num_envs=2, fragment_length=8, seed=0, prefetch=1, where="threads") as rollout:
         next(rollout.batches())
         report = rollout.report()
-    words = words_in(report._repr_html_())
-    assert [word for word in words if word in ("node", "edge")] == (["node", "edge"] if report.edges else ["node"])
-    assert words[words.index("caller") + 1] == str(report.nodes[-1].items)
-    assert words[-1] == str(report).splitlines()[-1]
+    assert words_in(report._repr_html_()) == [str(report)]
 
 
 def test_a_fragment_and_an_episode_show_their_columns_and_rewards() -> None:
