@@ -5,15 +5,13 @@ It is asked by a signal that a rollflow run answers whatever it hangs in, and th
 
 import argparse
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rollflow.stream.data.errors import RunError
-from rollflow.stream.observe.stacks import StackFrame, dumps_of, is_stopped, stack_in_dump, stack_lines
+from rollflow.stream.observe.stacks import dumps_of, is_stopped, stack_in_dump, stack_lines
 
 _ANSWER_S = 2.0
-_MAIN = "main thread"
 _REMEDY = "a process answers on Linux, while it runs rollflow with a stall_after; py-spy dump --pid shows any other"
 
 
@@ -38,15 +36,15 @@ def stack_report(pid: int) -> list[str]:
             f"process {pid} is stopped, as by SIGSTOP or a debugger",
             f"do: kill -CONT {pid}, or find out who stopped it",
         ]
-    threads = _by_signal(pid)
+    lines = _lines_at(pid)
     _check_process(pid)  # it may have ended meanwhile
-    if not threads:
+    if not lines:
         raise RunError(f"nothing can be seen of process {pid}: {_REMEDY}").see("stall")
-    report = [f"process {pid}, {_command_of(pid)}", *_lines_of_all(threads)]
+    report = [f"process {pid}, {_command_of(pid)}", *lines]
     for child in _descendants_of(pid):
         with suppress(OSError):  # it has ended meanwhile
-            if of_child := _by_signal(child):
-                report += [f"process {child}, which it has started", *_lines_of_all(of_child)]
+            if lines := _lines_at(child):
+                report += [f"process {child}, which it has started", *lines]
     return report
 
 
@@ -62,25 +60,16 @@ def _check_process(pid: int) -> None:
         raise ValueError(f"process {pid} is another user's, expected one of yours") from None
 
 
-def _lines_of_all(threads: Sequence[tuple[str, Sequence[StackFrame]]]) -> list[str]:
-    return [line for name, stack in threads for line in _lines_of(name, stack)]
-
-
-def _by_signal(pid: int) -> list[tuple[str, Sequence[StackFrame]]]:
-    """(thread, its stack, innermost call first) of a process that answers the signal; the main one comes first.
-
-    Empty where it does not answer.
-    """
-    dumps = dumps_of(pid, _ANSWER_S) or {}
-    return [(_MAIN if thread == pid else f"thread {thread}", stack_in_dump(text)) for thread, text in dumps.items()]
-
-
-def _lines_of(name: str, stack: Sequence[StackFrame]) -> list[str]:
-    if not stack:
-        return [f"{name}: is not in Python"]
-    if not any(frame.is_own for frame in stack):
-        return [f"{name}: in no code of yours, at {stack[0]}"]
-    return [f"{name}:", *stack_lines(stack)]
+def _lines_at(pid: int) -> list[str]:
+    """Lines on where the threads of a process stand, the main one first; none where it does not answer the signal."""
+    lines: list[str] = []
+    for thread, text in (dumps_of(pid, _ANSWER_S) or {}).items():
+        name, stack = "main thread" if thread == pid else f"thread {thread}", stack_in_dump(text)
+        if any(frame.is_own for frame in stack):
+            lines += [f"{name}:", *stack_lines(stack)]
+        else:
+            lines.append(f"{name}: in no code of yours, at {stack[0]}" if stack else f"{name}: is not in Python")
+    return lines
 
 
 def _descendants_of(pid: int) -> list[int]:

@@ -46,20 +46,15 @@ def run(args: argparse.Namespace) -> None:
     poller = SnapshotPoller(args.address)
     try:
         if args.json:
-            _print_json(poller, args.every, once=once)
+            print(json.dumps(poller.next()), flush=True)
+            while not once:
+                time.sleep(args.every)
+                print(json.dumps(poller.next()), flush=True)
         else:
             picture = importlib.import_module("rollflow.cli.run_picture")
             picture.show(poller.next, str(run_folder()), None if once else args.every)
     except KeyboardInterrupt:
         pass
-
-
-def _print_json(poller: "SnapshotPoller", every: float, *, once: bool) -> None:
-    while True:
-        print(json.dumps(poller.next()), flush=True)
-        if once:
-            return
-        time.sleep(every)
 
 
 class SnapshotPoller:

@@ -40,7 +40,6 @@ _PATH = "/v1/metrics"  # of a collector's metrics, where an address names none
 _TIMEOUT_S, _AWAY_S = 5.0, 0.5  # for a row; for one while the collector is away
 _SERVICE = "OTEL_SERVICE_NAME"  # variable that names the run; it is rollflow where there is none
 _LINE_S = 60.0  # between two lines, where none can be written over
-_WIDE = 110  # characters of a line that has room for a bar
 _LOOPBACK = "127.0.0.1"
 _MLFLOW_MOST = 1000  # metrics in a batch
 _BEGINNING = ",".join(PLACE)  # of a CSV file
@@ -240,15 +239,14 @@ class Progress:
             return
         rich = importlib.import_module("rich.progress")
         whole = importlib.import_module("rich.table").Column(no_wrap=True, min_width=4)
-        columns = [
+        self._bar = rich.Progress(
             rich.MofNCompleteColumn(table_column=whole),
             rich.TimeElapsedColumn(table_column=whole),
             rich.TimeRemainingColumn(compact=True, table_column=whole),
             rich.TextColumn("{task.description}"),
-        ]
-        if self._console.width >= _WIDE:
-            columns.insert(1, rich.BarColumn(bar_width=20))
-        self._bar = rich.Progress(*columns, console=self._console, auto_refresh=False)
+            console=self._console,
+            auto_refresh=False,
+        )
         self._task = self._bar.add_task("no step yet", total=None)
         self._bar.start()
         self._stop = weakref.finalize(self, self._bar.stop)  # shows the cursor again, also where nobody closes it

@@ -1,8 +1,10 @@
 """Figures that connector pieces and learners log, reduced over time and merged across processes."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from statistics import fmean
 from threading import RLock
 from typing import Any, Literal, NamedTuple, Self
 
@@ -77,16 +79,14 @@ class Statistic:
         """Forget all values."""
         self.count = 0
         self._total: float = 0
-        self._values: list[float] = []
+        self._values: deque[float] = deque(maxlen=self.reduction.window)
 
     def push(self, value: float) -> None:
         """Add one value."""
         self.count += 1
-        reduce, window, ema_coeff, _ = self.reduction
+        reduce, _, ema_coeff, _ = self.reduction
         if self.reduction.keeps_values:
             self._values.append(value)
-            if window is not None and len(self._values) >= 2 * window:
-                del self._values[:-window]
         elif self.count == 1:
             self._total = value
         elif ema_coeff is not None:
@@ -109,8 +109,7 @@ class Statistic:
 
     def values(self) -> list[float]:
         """Values that are kept, oldest first."""
-        window = self.reduction.window
-        return list(self._values) if window is None else self._values[-window:]
+        return list(self._values)
 
     def get_state(self) -> dict[str, Any]:
         """Everything, in numbers, strings and lists."""
@@ -123,7 +122,8 @@ class Statistic:
         if missing:
             raise MetricsError(f"{name_of(path)}: a state without {missing}: it is no statistic's")
         made = cls(Reduction(*(state[option] for option in Reduction._fields)))
-        made.count, made._total, made._values = state["count"], state["total"], list(state["values"])
+        made.count, made._total = state["count"], state["total"]
+        made._values.extend(state["values"])
         return made
 
     @classmethod
@@ -134,7 +134,7 @@ class Statistic:
         logged = [each for each in several if each.count]
         reduce, window, ema_coeff, _ = made.reduction
         if made.reduction.keeps_values:
-            made._values = _newest_of([each.values() for each in logged], window)
+            made._values.extend(_newest_of([each.values() for each in logged], window))
         elif logged and ema_coeff is not None:
             weights = [min(each.count, 1.0 / ema_coeff) for each in logged]
             weighted = [weight * each._total for weight, each in zip(weights, logged, strict=True)]
@@ -143,10 +143,6 @@ class Statistic:
             totals = [each._total for each in logged]
             made._total = _sum(totals) if reduce in ("mean", "sum") else _REDUCE[str(reduce)](totals)
         return made
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _sum(values: Sequence[float]) -> float:
@@ -161,7 +157,7 @@ def _max(values: Sequence[float]) -> float:
     return max(values) if not any(map(math.isnan, values)) else math.nan
 
 
-_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "min": _min, "max": _max, "sum": _sum}
+_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "min": _min, "max": _max, "sum": _sum}
 
 
 def _newest_of(lists: list[list[float]], window: int | None) -> list[float]:

@@ -114,7 +114,6 @@ class _Told:
     since: float
     waits_since: float | None
     times: int = 0
-    stood_s: float = 0.0
 
 
 class StallWatch:
@@ -255,8 +254,7 @@ class StallWatch:
         told, is_new = self._told, self._told is None or self._told.key != key
         if told is None or is_new:
             told = self._told = _Told(key, since, self._since)
-        told.stood_s = now - told.since
-        if not is_new and told.stood_s < _due(told.times):
+        if not is_new and now - told.since < _due(told.times):
             return texts, None
         told.times += 1
         stood = now - self._seen[way.blocker.name].since
