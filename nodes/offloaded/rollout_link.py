@@ -135,7 +135,7 @@ class RolloutLink(LaneLink):
 
     def _take_fragment(self, fragments: FragmentReader, answer: Frame) -> None:
         fields = self._fields_of(answer)
-        message = fragments.read(answer.block, fields)
+        message = fragments.read(fields)
         self.lane.take(self.node.fragment_in(message, self._seed, self.lost, is_checked=False))
         self.lost = None
         self.steps += fields["steps"] - self._reported

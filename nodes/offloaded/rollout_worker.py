@@ -117,13 +117,13 @@ class RolloutServer(LaneServer):
 
     def _send_fragment(self, fragment: Any, more: dict[str, Any]) -> None:
         """Send a fragment, and what there is to say beside it."""
-        index, fields = self._fragments.write(fragment)
+        fields = self._fragments.write(fragment)
         blocks = self._fragments.blocks
         for place in range(self._blocks_sent, len(blocks)):
             header = frame(FrameKind.NEW_BLOCK, place, blocks[place].size)
             socket.send_fds(self.sock, [header], [blocks[place].fd])
         self._blocks_sent = len(blocks)
-        self._send(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment"), index))
+        self._send(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment")))
 
 
 def main(life: int, lanes: Sequence[int]) -> None:

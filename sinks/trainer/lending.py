@@ -14,7 +14,6 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.trainer.messages import is_batch
 from rollflow.stream import wire
-from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, never_shrinks, root_of
+from rollflow.stream.data.blocks import ArrayPlaces, BlockPool, SharedBlock, block_under, never_shrinks, root_of
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
@@ -32,8 +31,6 @@ from rollflow.stream.wire.codec.value import decode_lent, encode_value
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 64  # of what is copied
-_LEAST = 1 << 12  # bytes of a block
 _COLUMNS = field.map_of(field.tree)
 
 
@@ -118,7 +115,7 @@ class FragmentLender:
         if not self._has_room(size):
             return None
         # A train batch may be written to by the trainer, and would come as something else if it were sent again.
-        places = _Places({} if is_batch(message) else self._descriptors, self._pool(size + _ALIGNMENT * len(leaves)))
+        places = ArrayPlaces(leaves, self._pools, () if is_batch(message) else self._descriptors)
         columns, _ = encode_value(message.columns, "columns", places.put)
         for block in places.roots:
             if block not in self._descriptors:
@@ -126,46 +123,6 @@ class FragmentLender:
         blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in places.roots])
         loans.lend(blocks, [*places.roots.values()], size)
         return wire.Lent(message.lane, message.number, blocks, columns, message.rest)
-
-    def _pool(self, size: int) -> BlockPool[SharedBlock]:
-        """Pool of blocks of so many bytes or more."""
-        size = max(_LEAST, 1 << (size - 1).bit_length())
-        return self._pools.setdefault(size, BlockPool(size, SharedBlock))
-
-
-class _Places:
-    """Places of the arrays of one fragment in blocks; an array that lies in none that is known is copied into one.
-
-    known     blocks that the trainer can be given
-    copies    blocks for copies of all arrays
-
-    roots     block -> the array over it that keeps it from being written again
-    """
-
-    def __init__(self, known: Container[SharedBlock], copies: BlockPool[SharedBlock]) -> None:
-        self.roots: dict[SharedBlock, NDArray[np.uint8]] = {}
-        self._known, self._copies, self._copied = known, copies, 0
-        self._indices: dict[SharedBlock, int] = {}
-
-    def put(self, array: NDArray[Any]) -> tuple[int, int]:
-        """Index of the block that an array `any[...]` is in from now on, and its offset there."""
-        if not array.nbytes:
-            return 0, 0
-        root = root_of(array)
-        block = block_under(root)
-        if block is not None and block in self._known and (offset := address_of(array) - block.address) % 8 == 0:
-            return self._index_of(block, root), offset
-        if not self._copied:
-            index, self._copy = self._copies.take()
-            self._block = self._copies.blocks[index]
-        offset, end = self._copied, self._copied + array.nbytes
-        self._copy[offset:end].view(array.dtype).reshape(array.shape)[...] = array
-        self._copied = end + -end % _ALIGNMENT
-        return self._index_of(self._block, self._copy), offset
-
-    def _index_of(self, block: SharedBlock, root: NDArray[np.uint8]) -> int:
-        self.roots.setdefault(block, root)
-        return self._indices.setdefault(block, len(self._indices))
 
 
 class _Loans:

@@ -10,7 +10,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ resource = system_module("resource")
 fcntl = system_module("fcntl")
 
 _ALIGNMENT = 64  # bytes: a cache line, and what torch's fastest kernels want
+_LEAST = 1 << 12  # bytes of a block for copies
 _SPARE_FDS = 256  # descriptors left for other uses before the next block is made
 
 
@@ -158,6 +159,51 @@ class BlockPool(Generic[B]):
         """Close the descriptors of all blocks."""
         for block in self.blocks:
             block.close()
+
+
+class ArrayPlaces:
+    """Places of arrays `any[...]` in shared blocks; one that lies in no known block is copied into another.
+
+    pools    of blocks for copies, by their size
+    known    blocks that an array may stay in; None: all
+
+    roots     block -> the array over it that keeps it from being written again
+    copied    bytes of the copies
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        pools: dict[int, BlockPool[SharedBlock]],
+        known: Container[SharedBlock] | None = None,
+    ) -> None:
+        self.roots: dict[SharedBlock, NDArray[np.uint8]] = {}
+        self.copied = 0
+        self._known, self._indices = known, dict[SharedBlock, int]()
+        size = max(_LEAST, 1 << sum([array.nbytes + _ALIGNMENT for array in arrays]).bit_length())
+        self._copies = pools.setdefault(size, BlockPool(size, SharedBlock))
+
+    def put(self, array: NDArray[Any]) -> tuple[int, int]:
+        """Index in `roots` of the block that an array is in from now on, and its offset there."""
+        if not array.nbytes:
+            return 0, 0
+        root = root_of(array)
+        block = block_under(root)
+        if block is not None and (self._known is None or block in self._known):
+            offset = address_of(array) - block.address
+            if offset % 8 == 0:
+                return self._index_of(block, root), offset
+        if not self.copied:
+            index, self._root = self._copies.take()
+            self._block = self._copies.blocks[index]
+        offset, end = self.copied, self.copied + array.nbytes
+        self._root[offset:end].view(array.dtype).reshape(array.shape)[...] = array
+        self.copied = end + -end % _ALIGNMENT
+        return self._index_of(self._block, self._root), offset
+
+    def _index_of(self, block: SharedBlock, root: NDArray[np.uint8]) -> int:
+        self.roots.setdefault(block, root)
+        return self._indices.setdefault(block, len(self._indices))
 
 
 class BlockLayout:

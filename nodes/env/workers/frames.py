@@ -46,7 +46,7 @@ class FrameKind(IntEnum):
     READY = 14  # length of a packed dict: spaces, slots, autoreset mode
     DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
     FAILED = 16  # length of a packed dict: what was raised
-    FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
+    FRAGMENT = 17  # length of a packed dict: what there is to say of a fragment, and the blocks that it lies in
     NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
     TAKEN = 19  # weights have been taken over
     BEGUN = 20  # the first step of a rollout is being made: its environments have been reset
@@ -72,9 +72,9 @@ def frame(kind: FrameKind, block: int = 0, number: int = 0) -> bytes:
     return _HEADER.pack(kind, block, number)
 
 
-def frame_with(kind: FrameKind, payload: bytes, block: int = 0) -> bytes:
+def frame_with(kind: FrameKind, payload: bytes) -> bytes:
     """The bytes of a frame that ends in a payload."""
-    return _HEADER.pack(kind, block, len(payload)) + payload
+    return _HEADER.pack(kind, 0, len(payload)) + payload
 
 
 class FrameReader:
