@@ -25,7 +25,7 @@ from rollflow.stream.data.blocks import ArrayPlaces, BlockPool, SharedBlock, blo
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
-from rollflow.stream.wire import Block, Forget, Fragment, Lent
+from rollflow.stream.wire import Fragment, Lent
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.value import decode_lent, encode_value
 
@@ -78,7 +78,6 @@ class FragmentLender:
     def send(self, message: wire.Fragment) -> None:
         """Send a fragment, or a train batch, with its arrays lent; with copies if they may not be lent as well."""
         assert self._loans is not None
-        self._loans.tell_of_gone()
         lent = self._lent(message, self._loans)
         self._loans.connection.send(message if lent is None else lent)
 
@@ -122,7 +121,8 @@ class FragmentLender:
                 self._keep_descriptor(block)
         blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in places.roots])
         loans.lend(blocks, [*places.roots.values()], size)
-        return wire.Lent(message.lane, message.number, blocks, columns, message.rest)
+        new, gone = loans.news()
+        return wire.Lent(message.lane, message.number, blocks, columns, message.rest, new, gone)
 
 
 class _Loans:
@@ -139,11 +139,12 @@ class _Loans:
         self._life, self._their_life = Descriptor(mine), [Descriptor(theirs)]
         self._numbers: weakref.WeakKeyDictionary[SharedBlock, int] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._new: list[tuple[int, int]] = []  # numbers and bytes of blocks that the trainer is to be told of
         self._gone: deque[int] = deque()  # blocks that are no more
         self._out: dict[int, deque[tuple[NDArray[Any], int]]] = {}  # what keeps each block from being written again
 
     def number_of(self, block: SharedBlock, descriptor: Descriptor) -> int:
-        """The number of a block, of which the trainer is told."""
+        """The number of a block; one that is new is handed over to the trainer."""
         number = self._numbers.get(block)
         if number is None:
             number = self._numbers[block] = self._count
@@ -151,15 +152,14 @@ class _Loans:
             while self._their_life:
                 self._transport.hand_over(self._their_life.pop())
             self._transport.hand_over(descriptor)
-            self.connection.tell(wire.Block(number, block.size))
+            self._new.append((number, block.size))
             weakref.finalize(block, self._gone.append, number).atexit = False
         return number
 
-    def tell_of_gone(self) -> None:
-        """Tell the trainer of blocks that there are no more."""
-        if self._gone:
-            gone = [self._gone.popleft() for _ in range(min(len(self._gone), 1024))]
-            self.connection.tell(wire.Forget(tuple(gone)))
+    def news(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Take the numbers and bytes of blocks that are new, and the numbers of blocks that there are no more."""
+        new, self._new = tuple(self._new), []
+        return new, tuple([self._gone.popleft() for _ in range(min(len(self._gone), 1024))])
 
     def lend(self, numbers: tuple[int, ...], roots: list[NDArray[Any]], nbytes: int) -> None:
         """Keep blocks from being written again: their arrays, so many bytes of which were lent."""
@@ -201,18 +201,17 @@ class FragmentBorrower:
         self._life: Descriptor | None = None
         self._freed: deque[int] = deque()  # blocks, once for each array that has gone
 
-    def take(self, message: Block | Forget) -> None:
-        """Take a block, or forget some. Raises WireError where it is none, or one that could be taken away again."""
-        if isinstance(message, Block):
-            self._map(message)
-            return
-        for number in message.blocks:
-            if self._blocks.pop(number, None) is None:
-                raise WireError(f"forget: block {number}, expected one that there is", "memory")
-
     def fragment(self, message: Lent) -> Fragment:
-        """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere."""
+        """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere.
+
+        Also raises it for a new block that could be taken away again.
+        """
+        for number, size in message.new:
+            self._map(number, size)
         blocks = [self._array_over(number) for number in message.blocks]
+        for number in message.gone:
+            if self._blocks.pop(number, None) is None:
+                raise WireError(f"lent: block {number} is gone, expected one that there is", "memory")
         columns = _COLUMNS(decode_lent(message.columns, blocks), "lent.columns")
         return Fragment(message.lane, message.number, columns, message.rest)
 
@@ -220,19 +219,19 @@ class FragmentBorrower:
         """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""
         return tuple([self._freed.popleft() for _ in range(min(len(self._freed), _MOST_FREED))])
 
-    def _map(self, message: Block) -> None:
+    def _map(self, number: int, size: int) -> None:
         if self._life is None:
             self._life = self._transport.claim()
         descriptor = self._transport.claim()
-        if message.number in self._blocks or len(self._blocks) >= _MOST_BLOCKS:
-            raise WireError(f"block {message.number}, expected a new one, of at most {_MOST_BLOCKS}", "memory")
-        size = os.fstat(descriptor.fd).st_size
-        if size < message.size or not never_shrinks(descriptor.fd):
+        if number in self._blocks or len(self._blocks) >= _MOST_BLOCKS:
+            raise WireError(f"block {number}, expected a new one, of at most {_MOST_BLOCKS}", "memory")
+        has = os.fstat(descriptor.fd).st_size
+        if has < size or not never_shrinks(descriptor.fd):
             raise WireError(
-                f"block {message.number} of {message.size} bytes: its file has {size}, expected as many for good",
+                f"block {number} of {size} bytes: its file has {has}, expected as many for good",
                 "memory",
             )
-        block = self._blocks[message.number] = SharedBlock(message.size, descriptor.taken())
+        block = self._blocks[number] = SharedBlock(size, descriptor.taken())
         block.close()
 
     def _array_over(self, number: int) -> NDArray[np.uint8]:
@@ -249,13 +248,10 @@ def _give_back(life: Descriptor, freed: deque[int], number: int) -> None:
     freed.append(number)
 
 
-def checked(borrower: FragmentBorrower | None, message: Block | Forget | Lent) -> FragmentBorrower:
-    """The borrower of a connection. Raises WireError where a message of this kind has none."""
-    if borrower is None:
-        raise WireError(f"{message.kind} through a socket that no memory is shared by, expected none", "order")
-    return borrower
-
-
 def fragment_in(message: Fragment | Lent, borrower: FragmentBorrower | None) -> Fragment:
-    """The fragment of a message. Raises WireError if arrays lie in no block."""
-    return message if isinstance(message, Fragment) else checked(borrower, message).fragment(message)
+    """The fragment of a message. Raises WireError if arrays lie in no block, or the connection lends none."""
+    if isinstance(message, Fragment):
+        return message
+    if borrower is None:
+        raise WireError("lent through a socket that no memory is shared by, expected none", "order")
+    return borrower.fragment(message)

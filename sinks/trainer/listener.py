@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
-from rollflow.sinks.trainer.lending import FragmentBorrower, checked, fragment_in
+from rollflow.sinks.trainer.lending import FragmentBorrower, fragment_in
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -262,8 +262,6 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.leave()
-            case wire.Block() | wire.Forget():
-                checked(peer.borrower, event).take(event)
             case wire.Fragment() | wire.Lent():
                 arrived = source.read(fragment_in(event, peer.borrower))
                 self.weights.raise_to(arrived.policy_version or 0)

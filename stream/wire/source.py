@@ -130,7 +130,7 @@ class TrainerConnection(Acceptor):
 
         Hello                             the source has proved itself: answer with `welcome` or `refuse`
         Fragment, Lent                    the fragments of the stream, each once and in order
-        LaneJoined, LaneLeft, Finished, Block, Forget
+        LaneJoined, LaneLeft, Finished
         Goodbye, ConnectionBroken         the end
     """
 
@@ -151,9 +151,6 @@ class TrainerConnection(Acceptor):
             self.session.take(message.number, may_skip=self._is_first)
             self._is_first = False
             return [message]
-        if isinstance(
-            message,
-            messages.LaneJoined | messages.LaneLeft | messages.Finished | messages.Block | messages.Forget,
-        ):
+        if isinstance(message, messages.LaneJoined | messages.LaneLeft | messages.Finished):
             return [message]
         raise WireError(f"{message.kind} from a source, expected fragment or finished", "order")

@@ -17,10 +17,8 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.wire import (
-    Block,
     BlocksReleased,
     Event,
-    Forget,
     Fragment,
     Hello,
     Lent,
@@ -81,12 +79,8 @@ class Pair:
         """Return the items that have come to the trainer."""
         fragments = []
         for event in self.to_trainer():
-            assert self.borrower is not None
-            assert isinstance(event, Block | Forget | Lent | Fragment), event
-            if isinstance(event, Block | Forget):
-                self.borrower.take(event)
-            else:
-                fragments.append(fragment_in(event, self.borrower))
+            assert isinstance(event, Lent | Fragment), event
+            fragments.append(fragment_in(event, self.borrower))
         return fragments
 
     def give_back(self) -> tuple[int, ...]:

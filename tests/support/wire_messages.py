@@ -174,16 +174,16 @@ EXAMPLES: dict[str, wire.Message] = {
     "states": wire.States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
     "done": wire.Done(41, 40),
     "finished": wire.Finished(42),
-    "block": wire.Block(0, 4096),
     "lent": wire.Lent(
         0,
         1,
         (3, 0),
         lent({"rewards": np.zeros((2, 2), np.float32), "obs": {"at": np.zeros((2, 2), np.int16)}}, (0, 64), (1, 0)),
         {"sequence": 0, "policy_version": 7},
+        ([3, 4096],),
+        (2,),
     ),
     "free": wire.BlocksReleased((3, 0, 3)),
-    "forget": wire.Forget((3,)),
     "come": wire.LaneJoined(2),
     "aside": wire.LaneLeft(1, 42),
     "query": wire.Query(

@@ -14,11 +14,11 @@ from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number, WireMessage
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 
-BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
+_BLOCK = field.whole(0, MOST_NUMBER)
 ID_BYTES = 8  # of a trainer's weights
 ModuleName = Annotated[str | None, field.nullable(field.text(256))]
 PolicyVersion = Annotated[int, field.whole(0, MOST_NUMBER)]
-BlockNumbers = Annotated[tuple[int, ...], field.list_of(field.whole(0, MOST_NUMBER), 4096)]
+BlockNumbers = Annotated[tuple[int, ...], field.list_of(_BLOCK, 4096)]
 ShortText = Annotated[str, field.text(4096)]
 _MOST_TEXT = 1 << 16
 QueryName = Literal["sample", "update_priorities", "publish", "report"]
@@ -189,30 +189,13 @@ class Fragment(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block(WireMessage):
-    """Source to trainer: a block of memory that is shared from now on. Its descriptor comes before this message.
-
-    number    number of the block, new in this connection
-    size      bytes of the block
-    """
-
-    number: BlockNumber
-    size: Annotated[int, field.whole(1, 1 << 40)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Forget(WireMessage):
-    """Source to trainer: nothing more will be lent in these blocks."""
-
-    blocks: BlockNumbers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Lent(WireMessage):
     """Source to trainer: a Fragment whose arrays lie in blocks.
 
     blocks     numbers of these blocks, each of which this lends once
     columns    the header of the columns: see `decode_lent`
+    new        number and bytes of each block that is shared from now on; the descriptors come before this message
+    gone       blocks in which nothing more will be lent
     """
 
     lane: LaneId
@@ -220,6 +203,8 @@ class Lent(WireMessage):
     blocks: BlockNumbers
     columns: Annotated[bytes, field.raw_up_to(MAX_HEADER)]
     rest: Annotated[Mapping[str, Any], field.mapping]
+    new: Annotated[Sequence[Sequence[int]], field.list_of(field.items(_BLOCK, field.whole(1, 1 << 40)), 4096)] = ()
+    gone: BlockNumbers = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -399,7 +384,7 @@ class Refused(WireMessage):
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Metrics
-_Memory = Block | Lent | Forget | BlocksReleased
+_Memory = Lent | BlocksReleased
 _Asked = Query | Result
 Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 

@@ -11,16 +11,14 @@ import pytest
 from memory_lending import Pair, file_of, files_mapped, numbers
 from wire_messages import TOKEN, lent
 
-from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender, checked
+from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender, fragment_in
 from rollflow.stream.data.blocks import BlockPool, SharedBlock
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.wire import (
-    Block,
     BlocksReleased,
     ConnectionBroken,
     Event,
-    Forget,
     Fragment,
     Lent,
     SourceSession,
@@ -285,12 +283,10 @@ def test_a_block_that_might_be_taken_away_is_refused(pair: Callable[..., Pair], 
     os.close(other)
     for fd in (life, make()):
         ends.source_end.hand_over(Descriptor(fd))
-    ends.source.tell(Block(0, 4096))
-    (message,) = ends.to_trainer()
-    assert isinstance(message, Block)
-    assert ends.borrower is not None
+    ends.session.given = 1
+    ends.source.send(Lent(0, 1, (), b"\x80", {}, ((0, 4096),)))
     with pytest.raises(WireError, match=told):
-        ends.borrower.take(message)
+        ends.received()
 
 
 def test_blocks_that_nobody_has_named_are_refused(pair: Callable[..., Pair]) -> None:
@@ -301,10 +297,10 @@ def test_blocks_that_nobody_has_named_are_refused(pair: Callable[..., Pair]) -> 
     assert borrower is not None
     with pytest.raises(WireError, match="lent: block 7, expected one that there is"):
         borrower.fragment(Lent(0, 1, (7,), b"\x80", {}))
-    with pytest.raises(WireError, match="forget: block 7, expected one that there is"):
-        borrower.take(Forget((7,)))
+    with pytest.raises(WireError, match="lent: block 7 is gone, expected one that there is"):
+        borrower.fragment(Lent(0, 1, (), b"\x80", {}, gone=(7,)))
     with pytest.raises(WireError, match="no descriptor has come, expected one before what is said of it"):
-        borrower.take(Block(1, 4096))
+        borrower.fragment(Lent(0, 1, (), b"\x80", {}, ((1, 4096),)))
     with pytest.raises(WireError, match="free: block 7, expected one that was lent"):
         ends.lender.take_back(BlocksReleased((7,)))
     for count, index in ((SIZE, 0), (1, 1)):
@@ -339,7 +335,7 @@ def test_columns_that_are_none_are_refused(pair: Callable[..., Pair], packed: by
 
 def test_what_is_lent_where_no_memory_is_shared_is_refused() -> None:
     with pytest.raises(WireError, match="lent through a socket that no memory is shared by, expected none"):
-        checked(None, Lent(0, 1, (), b"\x80", {}))
+        fragment_in(Lent(0, 1, (), b"\x80", {}), None)
 
 
 def test_flags_are_looked_at(pair: Callable[..., Pair]) -> None:

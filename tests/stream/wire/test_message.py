@@ -95,6 +95,8 @@ MAY_BE_MISSING = {
     ("goodbye", "drained"),
     ("weights", "module"),
     ("weights", "id"),
+    ("lent", "new"),
+    ("lent", "gone"),
 }
 
 
