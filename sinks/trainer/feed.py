@@ -17,8 +17,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.options import Watch
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
-from rollflow.sinks.trainer.rollout_end import AnyRollout, check_rollout
-from rollflow.sinks.trainer.sink import TrainerSink
+from rollflow.sinks.trainer.sink import AnyRollout, TrainerSink, check_rollout
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.graph.report import Report

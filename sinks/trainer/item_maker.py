@@ -118,17 +118,18 @@ class ItemMaker:
         Column -> any[B, ...]; of several agents module id -> such a batch, which is empty where no module has steps.
         """
         source = arrived_items[0].source
-        if fragments and source.agents is not None:
-            return self._batches_by_module(fragments, source.agents)
+        rollout = source.rollout
+        if fragments and rollout.agents is not None:
+            return self._batches_by_module(fragments, rollout.agents)
         if fragments:
-            spaces = source.spaces[-1], source.action_space
-            return self._made((None, 0, source.is_stateful), spaces, fragments, self._module)
+            spaces = rollout.spaces[-1], source.action_space
+            return self._made((None, 0, rollout.is_stateful), spaces, fragments, self._module)
         if self._learner_connector is not None:
             raise RunError(
                 f"rollout {source.name} sends train batches already made, so learner_connector would be passed over; "
                 "expected it at the rollout, or fragments: feed(..., sends='fragments')"
             )
-        return concatenated([arrived.batch for arrived in arrived_items], is_by_module=source.is_by_module)
+        return concatenated([arrived.batch for arrived in arrived_items], is_by_module=rollout.is_by_module)
 
     def _batches_by_module(self, fragments: Sequence[MultiAgentFragment], agents: AgentsDescription) -> Batch:
         """Module id -> its train batch, of modules that are trained and have made steps."""

@@ -376,20 +376,20 @@ def check_together(source: RolloutPeer, others: Collection[RolloutPeer]) -> None
     one = next((other for other in others if other is not source and other.is_connected), source)
     if reason := difference(source, one):
         raise WireError(
-            f"{reason}, as {one.module} of rollout {one.name} has, which is here as well; that of this one is "
-            f"{source.module}",
+            f"{reason}, as {one.rollout.module} of rollout {one.name} has, which is here as well; that of this one is "
+            f"{source.rollout.module}",
             "spaces",
         )
-    if source.seed is None or source.connection is not None:
+    if source.rollout.seed is None or source.connection is not None:
         return
     for other in others:
-        if other.seed == source.seed and other.is_connected:
+        if other.rollout.seed == source.rollout.seed and other.is_connected:
             logger.warning(
                 "rollouts %s and %s both have seed=%d: their environments are seeded alike, and their episodes have "
                 "the same ids; expected another seed for each, or none",
                 other.name,
                 source.name,
-                source.seed,
+                source.rollout.seed,
             )
 
 
@@ -432,11 +432,13 @@ def difference(source: RolloutPeer, other: RolloutPeer) -> str:
 
 def _traits(source: RolloutPeer) -> dict[str, Any]:
     """Traits that rollouts must share to be learnt from together, by their names for people."""
-    traits: dict[str, Any] = {name: getattr(source, name) for name in ("is_by_module", "is_stateful", "action_space")}
-    traits |= {f"spaces[{index}]": space for index, space in enumerate(source.spaces)}
-    if source.agents is not None:
-        traits |= {f"part {index} of the agents": part for index, part in enumerate(source.agents.parts)}
-    return traits | {f"the shape of weight {name!r}": shape for name, shape in source.weights.items()}
+    rollout = source.rollout
+    traits: dict[str, Any] = {name: getattr(rollout, name) for name in ("is_by_module", "is_stateful")}
+    traits |= {"action_space": source.action_space}
+    traits |= {f"spaces[{index}]": space for index, space in enumerate(rollout.spaces)}
+    if rollout.agents is not None:
+        traits |= {f"part {index} of the agents": part for index, part in enumerate(rollout.agents.parts)}
+    return traits | {f"the shape of weight {name!r}": shape for name, shape in rollout.weights.items()}
 
 
 def _replace_lost(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:

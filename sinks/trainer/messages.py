@@ -28,7 +28,8 @@ from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
 from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.handshake import MOST_AGENTS
+from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_LANES, MOST_NUMBER
+from rollflow.stream.wire.codec.messages import ID_BYTES
 from rollflow.stream.wire.codec.spaces import read_space
 
 HAS_ENDED = "the trainer has ended"  # reason of its goodbye, if it leaves without an error
@@ -319,6 +320,79 @@ class AgentsDescription:
     def trains(self, module_id: str) -> bool:
         """True if train batches are made for a module."""
         return self.to_train is None or module_id in self.to_train
+
+
+def _spaces_in(value: Any, where: str) -> Sequence[gym.Space[Any]]:
+    spaces: Sequence[gym.Space[Any]] = field.list_of(read_space, 64)(value, where)
+    if not spaces:
+        raise WireError(f"{where} is empty, expected 1 or more of them")
+    return spaces
+
+
+_NUMBER = field.whole(0, MOST_NUMBER)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutDescription:
+    """What a rollout says of itself, in the metadata of its hello.
+
+    sends              "fragments", "batches", or NOTHING
+    spaces             that observations may be in
+    weights            name -> shape of the module's weights
+    has_fixed_lanes    no other lanes come
+    is_stateful        the module is
+    module             name of the module's class
+    version            policy version that it acts with
+    weights_id         of its weights, if a trainer sent them; None: they have none
+    seed               of its environments; None: unknown
+    lanes              that there are, also gone ones of `aside`, if lanes come and go
+    aside              lane that is gone, and number of its last item; of each
+    shares_memory      whether it lends its fragments
+    is_by_module       train batches, or what is made of its fragments, are module id -> train batch
+    agents             what fragments of several agents are made of; None: it sends none
+    can_be_paced       whether it knows which fragments go into which batch, and sends all that it makes; None: it does
+                       if it sends fragments
+    """
+
+    sends: Annotated[str, field.one_of("fragments", "batches")]
+    spaces: Annotated[Sequence[gym.Space[Any]], _spaces_in]
+    weights: Annotated[Mapping[str, tuple[int, ...]], field.map_of(field.list_of(_NUMBER, 64))]
+    has_fixed_lanes: Annotated[bool, field.flag]
+    is_stateful: Annotated[bool, field.flag]
+    module: Annotated[str, field.text(1 << 16)]
+    version: Annotated[int, _NUMBER]
+    weights_id: Annotated[bytes | None, field.nullable(field.raw(0, ID_BYTES))] = None
+    seed: Annotated[int | None, field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))] = None
+    lanes: Annotated[Sequence[int] | None, field.nullable(field.list_of(_NUMBER, MOST_LANES))] = None
+    aside: Annotated[Sequence[Sequence[int]], field.list_of(field.items(_NUMBER, _NUMBER), MOST_LANES)] = ()
+    shares_memory: Annotated[bool, field.flag] = False
+    is_by_module: Annotated[bool, field.flag] = False
+    agents: Annotated[AgentsDescription | None, field.nullable(field.record(AgentsDescription))] = None
+    can_be_paced: Annotated[bool | None, field.nullable(field.flag)] = None
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> "RolloutDescription":
+        """The description in the metadata of a hello. Raises WireError where they make no sense."""
+        told = cls(**field.checked_fields(cls, metadata, "hello.metadata"))
+        if told.is_by_module and not told.sends_batches and told.agents is None:
+            raise WireError("hello.metadata.agents is None, expected a map: fragments are of several agents")
+        return dataclasses.replace(told, can_be_paced=not told.sends_batches) if told.can_be_paced is None else told
+
+    def plain(self) -> dict[str, Any]:
+        """The description as plain values, for the wire."""
+        told = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        told["spaces"] = [describe_space(space) for space in self.spaces]
+        told["weights"] = {name: list(shape) for name, shape in self.weights.items()}
+        told["agents"] = None if self.agents is None else self.agents.plain()
+        return {name: value for name, value in told.items() if value is not None}
+
+    @property
+    def sends_batches(self) -> bool:
+        """True if it sends train batches."""
+        return self.sends == "batches"
+
+
+UNKNOWN = RolloutDescription("fragments", (), {}, has_fixed_lanes=True, is_stateful=False, module="", version=0)
 
 
 def acting_versions(fragment: MultiAgentFragment, ids: Sequence[str]) -> tuple[int | None, int | None]:

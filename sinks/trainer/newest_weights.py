@@ -38,7 +38,7 @@ def check_fits(weights: Weights, size: int, source: RolloutPeer, most: int, unde
     undelivered    bytes that may wait to be sent
     """
     shapes = {name: array.shape for name, array in weights.tensors.items()}
-    check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
+    check_shapes(shapes, source.rollout.weights, f"{source.rollout.module} of rollout {source.name}")
     if size > most:
         raise ModuleError(
             f"weights of {size} bytes, and rollout {source.name} takes at most {most}: give its sink, or feed, "
@@ -111,6 +111,7 @@ class NewestWeights:
         """
         with self._lock:
             published, size = self.published, self._size
+        rollout = source.rollout
         try:
             if published is not None:
                 check_fits(published, size, source, most, undelivered)
@@ -120,19 +121,19 @@ class NewestWeights:
         is_raised = (
             published is not None
             and source.connection is None
-            and published.version <= source.version
-            and (published.version, published.id) != (source.version, source.weights_id)
+            and published.version <= rollout.version
+            and (published.version, published.id) != (rollout.version, rollout.weights_id)
         )
         with self._lock:
             if published is not None and is_raised:
-                self.version = source.version + 1
+                self.version = rollout.version + 1
                 self.published = replace(published, version=self.version)
-            if self._next is not None and source.version >= self._next[0]:
-                is_same = self._next == (source.version, source.weights_id)
+            if self._next is not None and rollout.version >= self._next[0]:
+                is_same = self._next == (rollout.version, rollout.weights_id)
                 self._next = self._next if is_same else None
         if is_raised:
             self._ready()
-        self.raise_to(source.version)
+        self.raise_to(rollout.version)
 
     def raise_to(self, version: int) -> None:
         """Raise the version to this one, unless it is higher already."""

@@ -1,6 +1,6 @@
 """Peer of a trainer: one rollout that feeds it, and the items that come of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
@@ -12,10 +12,11 @@ from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragmen
 from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import (
     NO_EPISODES,
-    AgentsDescription,
+    UNKNOWN,
     AnyFragment,
     Batch,
     FinishedEpisodes,
+    RolloutDescription,
     acting_versions,
     batch_of_message,
     batches_in,
@@ -31,9 +32,7 @@ from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.socket_loop import Peer, quoted
-from rollflow.stream.wire.codec import field as checks
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
-from rollflow.stream.wire.codec.messages import ID_BYTES
 from rollflow.stream.wire.codec.spaces import read_space
 
 _NONE_GONE: frozenset[int] = frozenset()
@@ -45,23 +44,6 @@ def number_in(value: Any) -> int:
     if not 0 <= number < MOST_NUMBER:
         raise ValueError(f"{number} is out of range")
     return number
-
-
-_NUMBER = checks.whole(0, MOST_NUMBER)
-_AGENTS = checks.record(AgentsDescription)
-_METADATA = checks.entries(
-    sends=checks.one_of("fragments", "batches"),
-    spaces=checks.list_of(read_space, 64),
-    weights=checks.map_of(checks.list_of(_NUMBER, 64)),
-    has_fixed_lanes=checks.flag,
-    is_stateful=checks.flag,
-    module=checks.text(1 << 16),
-    version=_NUMBER,
-    seed=checks.nullable(checks.whole(-MOST_NUMBER, MOST_NUMBER)),
-    weights_id=checks.nullable(checks.raw(0, ID_BYTES)),
-    lanes=checks.nullable(checks.list_of(_NUMBER, MOST_LANES)),
-    aside=checks.nullable(checks.list_of(checks.items(_NUMBER, _NUMBER), MOST_LANES)),
-)
 
 
 class ArrivedItem(NamedTuple):
@@ -107,8 +89,8 @@ class ArrivedItem(NamedTuple):
     def newest_version(self) -> int | None:
         """The newest policy version that an action of several agents was computed with; None: nobody knows."""
         if isinstance(self.item, MultiAgentFragment):
-            assert self.source.agents is not None
-            return acting_versions(self.item, self.source.agents.published)[1]
+            assert self.source.rollout.agents is not None
+            return acting_versions(self.item, self.source.rollout.agents.published)[1]
         return newest_version(batches_in(self.batch, is_by_module=True))
 
     @property
@@ -185,19 +167,8 @@ class RolloutPeer:
     called: str = "?"  # the name that it gives itself
     name: str = "?"  # that name, and where it is
     sends_nothing: bool = False  # it takes weights alone, as a follower
-    sends_batches: bool = False  # it sends train batches
-    is_by_module: bool = False  # each of them, or what is made of its fragments, is module id -> train batch
-    agents: AgentsDescription | None = None  # what fragments of several agents are made of; None: it sends none
-    can_be_paced: bool = False  # it knows which fragments go into which batch, and sends all that it makes
-    has_fixed_lanes: bool = True  # no other lanes come
-    spaces: list[gym.Space[Any]] = field(default_factory=list)  # that observations may be in
+    rollout: RolloutDescription = UNKNOWN
     action_space: gym.Space[Any] | None = None
-    is_stateful: bool = False  # its module is
-    module: str = ""  # name of the module's class
-    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the module's weights
-    seed: int | None = None  # of its environments; None: unknown
-    version: int = 0  # policy version that it came with
-    weights_id: bytes | None = None  # of its weights, if a trainer sent them; None: they have none
 
     lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
@@ -293,59 +264,48 @@ class RolloutPeer:
 
     def introduce(self, hello: wire.Hello, where: str) -> None:
         """Take a Hello. Raises WireError where its metadata make no sense."""
-        metadata = {**hello.metadata, **_METADATA(hello.metadata, "hello.metadata")}
-        if not metadata["spaces"]:
-            raise WireError("hello.metadata.spaces is empty, expected 1 or more of them")
-        self.sends_batches = metadata["sends"] == "batches"
-        self.is_by_module = metadata.get("is_by_module") is True
-        has_agents = self.is_by_module and not self.sends_batches
-        self.agents = _AGENTS(metadata.get("agents"), "hello.metadata.agents") if has_agents else None
-        self.can_be_paced = metadata.get("can_be_paced", not self.sends_batches) is True
-        self.spaces, self.weights = metadata["spaces"], metadata["weights"]
-        self._layouts = {}
+        self.rollout, self._layouts = RolloutDescription.of(hello.metadata), {}
         self.action_space = read_space(hello.action_space, "hello.action_space")
-        self.version, self.weights_id, self.seed = metadata["version"], metadata["weights_id"], metadata["seed"]
-        self._introduce_lanes(len(hello.slots), metadata)
-        self.is_stateful, self.module = metadata["is_stateful"], metadata["module"]
+        self._introduce_lanes(len(hello.slots))
         self.called = hello.name
         self.name = f"{quoted(hello.name)} ({where})"
 
     def read(self, message: wire.Fragment) -> ArrivedItem:
         """The item of a message. Raises WireError if it is no item for a trainer."""
-        if is_batch(message) != self.sends_batches:
+        if is_batch(message) != self.rollout.sends_batches:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
         try:
-            return self._read_batch(message) if self.sends_batches else self._read_fragment(message)
+            return self._read_batch(message) if self.rollout.sends_batches else self._read_fragment(message)
         except WireError as error:
             raise WireError(str(error), "fragment") from error
 
     def _read_batch(self, message: wire.Fragment) -> ArrivedItem:
-        if (message.rest.get("by_module") is True) != self.is_by_module:
+        if (message.rest.get("by_module") is True) != self.rollout.is_by_module:
             raise WireError("a train batch of one module among others, or the other way round", "fragment")
-        finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=self.is_by_module)
+        finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=self.rollout.is_by_module)
         oldest, steps = told_of_batch(message)
-        if self.is_by_module and not is_by_module(message.columns):
+        if self.rollout.is_by_module and not is_by_module(message.columns):
             raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
         return ArrivedItem(self, message.number, batch_of_message(message), oldest, steps, finished)
 
     def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
         assert self.action_space is not None
         self._check_lane(message)
-        if self.agents is not None:
-            of_agents = agents_of_message(message, self.agents.parts)
-            oldest, _ = acting_versions(of_agents, self.agents.published)
+        if self.rollout.agents is not None:
+            of_agents = agents_of_message(message, self.rollout.agents.parts)
+            oldest, _ = acting_versions(of_agents, self.rollout.agents.published)
             finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=True)
             return ArrivedItem(self, message.number, of_agents, oldest, 0, finished)
         layout = layout_told(message.rest.get("layout"), self.action_space, self._layouts.get(message.lane))
         if message.lane in self.lanes:
             self._layouts[message.lane] = layout
-        fragment = fragment_of(message, layout, self.spaces)
+        fragment = fragment_of(message, layout, self.rollout.spaces)
         version = fragment.policy_version if fragment.num_rows else None
         return ArrivedItem(self, message.number, fragment, version)
 
     def _check_lane(self, message: wire.Fragment) -> None:
         """Raise WireError where none of a fragment's lane may come."""
-        if self.has_fixed_lanes and message.lane not in self.lanes:
+        if self.rollout.has_fixed_lanes and message.lane not in self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {len(self.lanes)}", "fragment")
         if message.number > self.aside.get(message.lane, message.number):
             last = self.aside[message.lane]
@@ -378,23 +338,22 @@ class RolloutPeer:
         session = self.session
         session.kept = max(session.kept, session.done if most is None else min(session.done, most))
 
-    def _introduce_lanes(self, count: int, metadata: Mapping[str, Any]) -> None:
+    def _introduce_lanes(self, count: int) -> None:
         """Take the lanes of a Hello with so many slots. Raises WireError where they make no sense."""
-        self.has_fixed_lanes = metadata["has_fixed_lanes"]
-        lanes: Sequence[int] | None = range(count) if self.has_fixed_lanes else metadata["lanes"]
+        lanes = range(count) if self.rollout.has_fixed_lanes else self.rollout.lanes
         if lanes is None or len(lanes) > count:
             raise WireError(f"hello.metadata.lanes is {shown(lanes)}, expected {count} whole numbers")
-        self.lanes, self.aside = {0} if self.sends_batches else set(lanes), {}
-        for lane, number in metadata["aside"] or ():
+        self.lanes, self.aside = {0} if self.rollout.sends_batches else set(lanes), {}
+        for lane, number in self.rollout.aside:
             self.set_aside(lane, number)
         # Where it had ended, others went on without it.
         self.awaited = self.awaited & self.lanes if self.is_present else frozenset()
 
     def take_lane(self, lane: int) -> None:
         """Add a lane, unless the Hello had it. Raises WireError where none may come."""
-        if self.sends_batches or lane in self.lanes:
+        if self.rollout.sends_batches or lane in self.lanes:
             return
-        if self.has_fixed_lanes:
+        if self.rollout.has_fixed_lanes:
             raise WireError(f"lane {lane} has come, expected none but the {len(self.lanes)} of the hello", "message")
         over = {each for each, number in self.aside.items() if number <= self.session.kept}
         self.lanes -= over
@@ -408,9 +367,9 @@ class RolloutPeer:
 
     def set_aside(self, lane: int, number: int) -> None:
         """Note that a lane has no item behind this one. Raises WireError where there is no such lane."""
-        if self.sends_batches:
+        if self.rollout.sends_batches:
             return
-        if self.has_fixed_lanes and lane not in self.lanes:
+        if self.rollout.has_fixed_lanes and lane not in self.lanes:
             raise WireError(f"lane {shown(lane)} is set aside, expected one of {len(self.lanes)}", "message")
         if lane not in self.lanes:
             return  # it has been forgotten

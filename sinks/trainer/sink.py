@@ -3,28 +3,112 @@
 import logging
 import ssl
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import anyio
+import gymnasium as gym
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.env.remote.remote_envs import Secret
-from rollflow.sinks.trainer.messages import HAS_ENDED, AnyFragment, Batch, message_of_batch, nbytes_of
-from rollflow.sinks.trainer.pace_gate import ResendBuffer
-from rollflow.sinks.trainer.rollout_end import RolloutEnd, rollout_among
+from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
+from rollflow.nodes.modules.policy_weights import shapes_of
+from rollflow.nodes.offloaded.fragment_message import message_of
+from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.rollout.rollout import Rollout
+from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
+from rollflow.sinks.trainer.messages import (
+    HAS_ENDED,
+    MOST_MODULES,
+    AgentsDescription,
+    AnyFragment,
+    Batch,
+    RolloutDescription,
+    finished_since,
+    joined_weights,
+    message_of_batch,
+    message_of_fragment,
+    nbytes_of,
+    parted_weights,
+)
+from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink, link_to
 from rollflow.stream import wire
-from rollflow.stream.data.errors import GraphError
+from rollflow.stream.data.cached_property import cached_property
+from rollflow.stream.data.errors import GraphError, ModuleError, shown
+from rollflow.stream.data.loss_ledger import origins_of
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node import ending_quietly, out_of_group
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.observe.waits import LastError, Wait
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between looks whether a wait is long enough to be logged
+
+
+class BatchObserver:
+    """Node without outputs that observes every fragment as it leaves its rollout.
+
+    rollout    of the fragments
+    see        called with every fragment
+    """
+
+    def __init__(self, rollout: Rollout | MultiAgentRollout, see: Callable[[Any], None]) -> None:
+        self._see = see
+        self._returns: Any = EpisodeReturns()
+        if isinstance(rollout, MultiAgentRollout):
+            modules, observer = rollout.module, weakref.proxy(self)  # which holds the returns
+            self._returns = AgentReturns(lambda module_id: module_id in modules or observer._untold(module_id) > 0)
+        # Count of each one's episodes when they were last taken; a module of an id that was removed has its own.
+        self._told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, fragments: Any) -> None:
+        """Observe one fragment."""
+        self._see(fragments)
+        self._returns(fragments)
+
+    def describe(self) -> str:
+        """Text for `explain()`."""
+        return "returns for the trainer"
+
+    def take_episodes(self) -> dict[str, Any] | None:
+        """Take the episodes that have finished since the last call, as they go over the wire; None: there are none."""
+        returns = self._returns
+        by_module = returns.by_module if isinstance(returns, AgentReturns) else {}
+        ids = islice([each for each in by_module if self._untold(each)], MOST_MODULES)  # others come with the next
+        parts = {each: self._taken(by_module[each]) for each in ids}
+        finished = self._taken(returns)
+        if parts:
+            finished["by_module"] = parts
+        return finished if finished["count"] or parts else None
+
+    def _taken(self, returns: Any) -> dict[str, Any]:
+        finished = finished_since(returns, self._told.get(returns, 0))
+        self._told[returns] = returns.count
+        return finished
+
+    def _untold(self, module_id: Any) -> int:
+        """Number of a module's episodes that have not been taken."""
+        own = self._returns.by_module[module_id]
+        return own.count - self._told.get(own, 0) if isinstance(module_id, str) else 0
+
+
+AnyRollout = Rollout | MultiAgentRollout
+
+_sinks: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[TrainerSink]]" = weakref.WeakKeyDictionary()  # by rollout
+
+
+def check_rollout(rollout: object) -> None:
+    """Raise ValueError for anything but a rollout."""
+    if not isinstance(rollout, AnyRollout):
+        raise ValueError(f"rollout is {shown(rollout)}, expected a Rollout or a MultiAgentRollout")
 
 
 class TrainerSink:
@@ -105,13 +189,18 @@ class TrainerSink:
         self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
         self._failure: str | None = None
         self._trainer_name = f"the trainer at {link.address}"
-        self._connected_end: RolloutEnd | None = None
+        self._drawn: AnyRollout | None = None  # once the graph has been drawn, as all that `_take_rollout` sets
+        self._ids: tuple[str, ...] | None = None  # of modules whose weights the trainer publishes; None: of one module
+        self._gate: PaceGate  # holds the rollout back, and knows its lanes as a trainer is to know them
+        self._seen: BatchObserver  # sees its fragments where train batches are sent
+        self._can_be_paced = sends == "fragments"
+        self._makers: list[Any] = []  # the nodes before the sink that know which fragments a batch is made of
         sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
             link,
-            lambda: sink._rollout_end.hello(sink._uplink.newest),
+            lambda: sink._hello(sink._uplink.newest),
             self._buffer,
-            lambda version, weights: sink._rollout_end.publish(version, weights),
+            lambda version, weights: sink._publish(version, weights),
         )
         self._session = self._uplink.session
 
@@ -119,7 +208,7 @@ class TrainerSink:
         """Find the rollout among the nodes that lead to the sink, and return it if it is new."""
         changed = self._take_rollout(sources, is_all=is_all)
         if is_all:
-            self._rollout_end.take_makers(sources, self._uplink.bell.ring, drops=drops)
+            self._take_makers(sources, drops=drops)
         return changed
 
     async def run(self, fragments: Inlet[AnyFragment | Batch]) -> None:
@@ -194,7 +283,7 @@ class TrainerSink:
 
     def at_work(self, name: str) -> Iterator[Wait]:
         """The trainer, for the stall doctor: one that is there is waited for as long as it takes."""
-        wait = self._rollout_end.gate.waits_for()
+        wait = self._gate.waits_for()
         if wait is not None:
             yield wait
 
@@ -205,29 +294,126 @@ class TrainerSink:
     # Inside
 
     @property
-    def _rollout_end(self) -> RolloutEnd:
-        """End of the rollout, which there is once the graph has been drawn."""
-        assert self._connected_end is not None
-        return self._connected_end
+    def _rollout(self) -> AnyRollout:
+        """The rollout, once the graph has been drawn."""
+        assert self._drawn is not None
+        return self._drawn
 
     def _take_rollout(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
+        """Hold back the rollout among the sources, and see its fragments; it is returned if it is new.
+
+        Raises GraphError if it is in its graph already, and ModuleError for module ids that are no strings.
+        """
         where = f"the TrainerSink to {self._uplink.address}"
-        rollout, end = rollout_among(sources, where, is_all=is_all), self._connected_end
-        if rollout is None or (end is not None and rollout is end.rollout):
+        rollout = rollout_among(sources, where, is_all=is_all)
+        if rollout is None or rollout is self._drawn:
             return ()
-        if end is not None:
+        if self._drawn is not None:
             raise GraphError(f"{where} has another rollout by now, expected a sink for each")
         rollout.be_drawn_anew()
-        sink = weakref.proxy(self)  # it holds this end of the rollout
-        self._connected_end = RolloutEnd(
-            rollout,
-            self._buffer,
-            sends=self._sends,
-            shares=self._lender is not None,
-            trainer=self._trainer_name,
-            ring=lambda: sink._uplink.bell.ring(),
-        )
+        self._ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
+        _sinks.setdefault(rollout, weakref.WeakSet()).add(self)
+        sends_fragments = self._sends == "fragments"
+        sink = weakref.proxy(self)  # it holds the gate
+        lanes = range(rollout.environments.num_lanes) if sends_fragments else None
+        self._gate = PaceGate(self._buffer, self._trainer_name, lanes, lambda: sink._uplink.bell.ring())
+        self._seen = BatchObserver(rollout, self._gate.see)
+        rollout.hold_back(self._gate)
+        if not sends_fragments:
+            rollout.watch(self._seen)
+        elif self._lender is not None:
+            rollout.environments.share()
+        self._drawn = rollout
         return [rollout]
+
+    def _take_makers(self, sources: Sequence[Any], *, drops: bool) -> None:
+        """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
+
+        drops    whether some may be lost on their way
+
+        Raises GraphError where there can't be what is to be sent.
+        """
+        makers = [node for node in sources if node is not self._rollout]
+        self._makers = [node for node in makers if hasattr(node, "origins_of")]
+        if self._sends == "batches" and not makers:
+            raise GraphError(
+                "fragments come to a sink with sends='batches', expected a LearnerPipeline between it and the rollout, "
+                "or sends='fragments'"
+            )
+        if self._sends == "fragments" and any(isinstance(node, FragmentGatherer) for node in makers):
+            raise GraphError("train batches come to a sink with sends='fragments', expected sends='batches'")
+        if self._gate.credits is None and len(makers) == 1 and isinstance(makers[0], FragmentGatherer):
+            self._gate.credits = BatchCredits(makers[0])
+            makers[0].watch(self._uplink.bell.ring)
+        self._can_be_paced = not drops and (self._sends == "fragments" or self._gate.credits is not None)
+
+    def _hello(self, newest: tuple[int, bytes] | None) -> dict[str, Any]:
+        """What the first message of a connection to the trainer says of the rollout as it is now.
+
+        newest    version and id of the newest weights that came from a trainer; None: none have
+        """
+        lanes = self._gate.last_items  # before the others: one that comes meanwhile has its slots among them
+        rollout, environments = self._rollout, self._rollout.environments
+        slots = tuple(env.num_envs for env in environments.envs) or (1,)
+        if not environments.has_fixed_lanes:
+            slots = tuple(slots[lane] for lane in lanes) or slots[:1]
+        if isinstance(rollout, MultiAgentRollout):
+            parts, ids = rollout.environments.parts, self._ids or ()
+            observed: gym.Space[Any] = gym.spaces.Tuple([part.observation_space for part in parts])
+            acted: gym.Space[Any] = gym.spaces.Tuple([part.recorded_space for part in parts])
+            spaces = [observed]
+            weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
+            agents = AgentsDescription.of(rollout, ids) if self._sends == "fragments" else None
+        else:
+            observed, acted = rollout.environments.observation_space, rollout.environments.chosen_space
+            spaces, weights, agents = _spaces_of(rollout), rollout.module.state_dict(), None
+        # Of several trainers, one might have a lane that comes in another round than the others.
+        is_common = environments.has_fixed_lanes or self._sends == "batches" or len(_sinks[rollout]) == 1
+        description = RolloutDescription(
+            sends=self._sends,
+            spaces=spaces,
+            weights=shapes_of(weights),
+            has_fixed_lanes=environments.has_fixed_lanes,
+            is_stateful=isinstance(rollout, Rollout) and is_stateful(rollout.module),
+            module=type(rollout.module).__name__,
+            version=self._version,
+            weights_id=newest[1] if newest is not None and newest[0] == self._version else None,
+            seed=rollout.seed if rollout.seed < MOST_NUMBER else None,
+            lanes=None if environments.has_fixed_lanes else list(lanes),
+            aside=[[lane, number] for lane, number in lanes.items() if number is not None],
+            shares_memory=self._lender is not None,
+            is_by_module=isinstance(rollout, MultiAgentRollout),
+            agents=agents,
+            can_be_paced=self._can_be_paced and is_common,
+        )
+        return {
+            "slots": slots,
+            "observation_space": describe_space(observed),
+            "action_space": describe_space(acted),
+            "metadata": description.plain(),
+        }
+
+    @property
+    def _version(self) -> int:
+        """Policy version that the rollout acts with; of several modules that of the trainer's weights."""
+        rollout = self._rollout
+        return rollout.version_elsewhere if isinstance(rollout, MultiAgentRollout) else rollout.policy_version
+
+    def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
+        """Have the rollout act with weights of this version; False: they are not newer than its own. From any thread.
+
+        Raises ModuleError where they are not those of its module, or of modules `_ids` where it has several.
+        """
+        if isinstance(self._rollout, MultiAgentRollout):
+            weights = parted_weights(weights, self._ids or ())
+        return self._rollout.publish_as(version, weights)
+
+    @cached_property
+    def _spaces(self) -> Sequence[Any]:
+        """Spaces that observations may be in; once the rollout runs, its pipelines stay as they are."""
+        if isinstance(self._rollout, MultiAgentRollout):
+            return AgentsDescription.of(self._rollout, ()).parts
+        return _spaces_of(self._rollout)
 
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
         async for item in items:
@@ -243,30 +429,28 @@ class TrainerSink:
 
     def _is_done_with_all(self) -> bool:
         """True if the trainer is done with all fragments, and has acknowledged them where it has a rollout stay."""
-        order, session = self._rollout_end.gate.order, self._session
+        order, session = self._gate.order, self._session
         return session.given == (session.kept if order is not None and order.stays else session.done)
 
     async def _follow_uplink(self) -> None:
         """Let the rollout and waiting tasks see each change of the uplink; raise the error if that has failed."""
-        bell, end = self._uplink.bell, self._rollout_end
-        gate = end.gate
+        bell, gate = self._uplink.bell, self._gate
         while True:
             await anyio.wait_readable(bell.fileno())
             bell.silence()
             if self._uplink.error is not None:
                 raise self._uplink.error
             gate.order = self._uplink.wanted or gate.order
-            gate.done, gate.version, gate.problem = self._session.done, end.version, self._uplink.problem
+            gate.done, gate.version, gate.problem = self._session.done, self._version, self._uplink.problem
             self._send_lane_news()
             gate.look_again()
             self._notify()
 
     def _send_lane_news(self) -> None:
-        gate = self._rollout_end.gate
-        for news in gate.take_news(self._session.given):
+        for news in self._gate.take_news(self._session.given):
             self._uplink.tell(news)
-        if not self._rollout_end.rollout.environments.has_fixed_lanes:
-            gate.forget_lanes(self._session.kept)
+        if not self._rollout.environments.has_fixed_lanes:
+            self._gate.forget_lanes(self._session.kept)
 
     def _notify(self) -> None:
         """Wake the tasks that wait for a change."""
@@ -294,7 +478,7 @@ class TrainerSink:
 
     def _may_take(self) -> bool:
         """True if an item may be taken; a drained run logs once why it may not."""
-        order, under_way = self._rollout_end.gate.order, self._session.given - self._session.done
+        order, under_way = self._gate.order, self._session.given - self._session.done
         if under_way < (1 if order is None else order.window) and self._buffer.has_room(self._sends):
             return True
         if self._is_draining:
@@ -309,18 +493,65 @@ class TrainerSink:
         return self.goodbye is not None
 
     def _send(self, item: AnyFragment | Batch) -> None:
-        end, number, is_fragment = self._rollout_end, self._session.given + 1, isinstance(item, AnyFragment)
+        number, is_fragment = self._session.given + 1, isinstance(item, AnyFragment)
         if is_fragment != (self._sends == "fragments"):
             raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, AnyFragment):
-            message, steps = end.message_of(number, item), item.num_steps
-            end.gate.give(item.lane, item.sequence)
+            message, steps = self._message_of(number, item), item.num_steps
+            self._gate.give(item.lane, item.sequence)
         else:
-            message = message_of_batch(number, item, modules=end.ids, episodes=end.seen.take_episodes())
+            message = message_of_batch(number, item, modules=self._ids, episodes=self._seen.take_episodes())
             steps = int(message.rest["steps"])
         if self._lender is not None:
             self._lender.look_at(message)
-        self._buffer.add(message, nbytes_of(message), steps, end.origins_of(item))
+        self._buffer.add(message, nbytes_of(message), steps, [*origins_of(item, self._makers)])
         self._session.given = number
         self._uplink.wake()
-        end.gate.look_again()  # since the trainer may be what lanes wait for now
+        self._gate.look_again()  # since the trainer may be what lanes wait for now
+
+    def _message_of(self, number: int, fragment: AnyFragment) -> wire.Fragment:
+        """A fragment as a message of this number; one of several agents tells of episodes that have ended in it."""
+        if isinstance(fragment, MultiAgentFragment):
+            self._seen(fragment)
+            return message_of(number, fragment, self._spaces, {"episodes": self._seen.take_episodes()})
+        return message_of_fragment(number, fragment, self._spaces)
+
+
+def _spaces_of(rollout: Rollout) -> list[gym.Space[Any]]:
+    """Spaces that a fragment's observations may be in."""
+    return [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
+
+
+def _claimed_ids(rollout: MultiAgentRollout) -> tuple[str, ...]:
+    """Ids of the modules whose weights the trainer publishes, which have to stay from now on.
+
+    Raises ModuleError for ids that are no strings.
+    """
+    trained = [module_id for module_id in rollout.module if rollout.learner.trains(module_id)]
+    if not all(isinstance(module_id, str) for module_id in trained):
+        raise ModuleError(f"module ids are {trained}, expected strings where a trainer elsewhere gets their batches")
+    ids = tuple(module_id for module_id in trained if shapes_of(rollout.module[module_id].state_dict()))
+    rollout.be_published_elsewhere(ids)
+    return ids
+
+
+def rollout_among(sources: Sequence[Any], where: str, *, is_all: bool) -> AnyRollout | None:
+    """The rollout among the nodes that lead to a sink; None: it has not been connected yet.
+
+    where     the sink, for messages
+    is_all    whether there are no others to come
+
+    Raises GraphError where there are several, or none is to come.
+    """
+    found = [node for node in sources if isinstance(node, AnyRollout)]
+    if len(found) > 1:
+        raise GraphError(
+            f"{len(found)} rollouts lead to {where}, expected one: give each a sink of its own to the same trainer"
+        )
+    if not found and is_all:
+        names = ", ".join(type(node).__name__ for node in sources) or "nothing"
+        raise GraphError(
+            f"no rollout leads to {where}, but {names}; expected a Rollout or a MultiAgentRollout upstream of it, as "
+            "in graph.connect(rollout.fragments, TrainerSink(...))"
+        )
+    return found[0] if found else None

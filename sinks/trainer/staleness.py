@@ -94,12 +94,12 @@ class StalenessBound:
         """
         source = of[0].source
         if self.max_lag is not None and (self.on_excess == "mask" or self._is_paced_and_masked(source)):
-            for batch in batches_in(item, is_by_module=source.is_by_module):
+            for batch in batches_in(item, is_by_module=source.rollout.is_by_module):
                 self._mask(batch, version - self.max_lag)
 
     def _is_paced_and_masked(self, source: RolloutPeer) -> bool:
         """True if steps may be older though the rollout is paced: agents may have acted, and waited, before."""
-        return self.on_excess == "pace" and source.is_by_module
+        return self.on_excess == "pace" and source.rollout.is_by_module
 
     def _mask(self, batch: Batch, oldest: int) -> None:
         versions = batch.get(Columns.POLICY_VERSION)
@@ -118,7 +118,7 @@ class StalenessBound:
         trainer can't take what the rollout sends.
         """
         ahead = self.ahead
-        if source.sends_batches and self._batches is None:
+        if source.rollout.sends_batches and self._batches is None:
             raise WireError(
                 "this rollout sends train batches, and the trainer has yields='fragments': expected fragments",
                 "role",
@@ -126,7 +126,7 @@ class StalenessBound:
         if ahead is None:
             count = 1 if self._batches is None else self._batches.fragments
             return (1 + self._prefetch) * max(source.streams, count or 1), count or source.streams
-        if not source.can_be_paced:
+        if not source.rollout.can_be_paced:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
                 "come, or go into which train batch or round: expected no edge that drops, no other trainers of "

@@ -7,6 +7,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from remote_rollouts import await_that
 from rollflow import Graph, Rollout, feed
 from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.listener import difference
+from rollflow.sinks.trainer.messages import UNKNOWN
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.stream import GraphError, LagError, RunError
 from rollflow.stream.data.errors import WireError
@@ -412,11 +414,13 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(mak
     ],
 )
 def test_what_differs_is_told(known: dict[str, Any], told: str) -> None:
+    known = dict(known)
     one, other = RolloutPeer(TrainerSession(bytes(16))), RolloutPeer(TrainerSession(bytes(16)))
     for source in (one, other):
-        source.spaces, source.action_space = [Discrete(2), Discrete(4)], Discrete(2)
-        source.weights = {"a": (3,), "b": (2, 4)}
-    vars(one).update(known)
+        source.action_space = Discrete(2)
+        source.rollout = replace(UNKNOWN, spaces=[Discrete(2), Discrete(4)], weights={"a": (3,), "b": (2, 4)})
+    one.action_space = known.pop("action_space", Discrete(2))
+    one.rollout = replace(one.rollout, **known)
     assert difference(one, other) == told
 
 

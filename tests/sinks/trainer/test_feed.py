@@ -91,7 +91,7 @@ def test_it_is_found_behind_others_in_whatever_order_edges_are_drawn(order: tupl
     for number in order:
         graph.connect(*edges[number])
     graph.validate()
-    assert sink._rollout_end.rollout is rollout
+    assert sink._rollout is rollout
     assert "rollout/seen_0" in graph.nodes
     assert graph.explain().count("passes a gate") == 1
     sink.close()
@@ -107,7 +107,7 @@ def test_it_is_found_in_a_graph_within_a_graph() -> None:
     whole.add(sources=sources, sinks=sinks)
     whole.connect("sources", "sinks/trainer")
     whole.validate()
-    assert sink._rollout_end.rollout is rollout
+    assert sink._rollout is rollout
     assert "passes a gate" in whole.explain()
     sink.close()
     rollout.environments.close()

@@ -74,8 +74,8 @@ def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None
     spaces = [fragment.observation_space]
     message = message_of_fragment(1, fragment, spaces)
     source = RolloutPeer(TrainerSession(bytes(16)))
-    source.spaces, source.action_space = spaces, fragment.layout.action_space
-    source.has_fixed_lanes, source.lanes = False, {0, 1}
+    source.action_space, source.lanes = fragment.layout.action_space, {0, 1}
+    source.rollout = replace(source.rollout, spaces=spaces, has_fixed_lanes=False)
     for number, lane in enumerate([0, 1, 7, 8, 9], 1):
         arrived = source.read(replace(message, number=number, lane=lane))
         assert (arrived.number, arrived.lane) == (number, lane)

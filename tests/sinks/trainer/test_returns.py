@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,9 +20,9 @@ from rollflow import Graph, MultiAgentRollout, Rollout, TrainerStream
 from rollflow.nodes import EpisodeReturns, LambdaConnector
 from rollflow.sinks import Batches, TrainerSink
 from rollflow.sinks.trainer.item_maker import StreamReturns
-from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, FinishedEpisodes, message_of_batch
-from rollflow.sinks.trainer.rollout_end import BatchObserver
+from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, UNKNOWN, FinishedEpisodes, message_of_batch
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
+from rollflow.sinks.trainer.sink import BatchObserver
 from rollflow.stream.data.errors import GraphError, WireError
 from rollflow.stream.wire import Fragment, TrainerSession, decode, encode
 
@@ -139,11 +140,7 @@ def told(count: int, first: int = 0, **by_module: Any) -> dict[str, Any]:
 
 
 def source(**known: Any) -> RolloutPeer:
-    made = RolloutPeer(TrainerSession(TOKEN))
-    made.action_space = made.spaces = "there are some"  # type: ignore[assignment]
-    made.sends_batches = True
-    vars(made).update(known)
-    return made
+    return RolloutPeer(TrainerSession(TOKEN), rollout=replace(UNKNOWN, sends="batches", **known))
 
 
 def message(number: int, **options: Any) -> Fragment:

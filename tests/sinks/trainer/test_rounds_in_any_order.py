@@ -6,7 +6,7 @@ cut, and trainers are started again, at any step.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from property_examples import examples
 
 from rollflow import Fragment
 from rollflow.sinks.trainer.item_maker import Batches
+from rollflow.sinks.trainer.messages import UNKNOWN
 from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -133,9 +134,9 @@ class Trainer:
     def meet(self, lanes: dict[int, int | None]) -> None:
         """Take a hello."""
         aside = [[lane, number] for lane, number in lanes.items() if number is not None]
-        told = {"has_fixed_lanes": False, "lanes": list(lanes), "aside": aside}
-        self.source._introduce_lanes(max(1, len(lanes)), told)
-        self.source.can_be_paced = True
+        told: dict[str, Any] = {"has_fixed_lanes": False, "lanes": list(lanes), "aside": aside}
+        self.source.rollout = replace(UNKNOWN, can_be_paced=True, **told)
+        self.source._introduce_lanes(max(1, len(lanes)))
         self.source.session.window, self.source.needs = self.windows.window_of(self.source)
         self.source.life = PeerLife.HERE
         self.is_first = True
