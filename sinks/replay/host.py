@@ -176,7 +176,7 @@ class SampleServer:
             self._make_room()
         session = wire.ServerSession(hello.session, _WINDOW) if older is None else older.session
         assert session is not None
-        peer.connection.welcome(session)
+        peer.connection.welcome(session, credits=session.window)
         peer.name, peer.session = hello.name, session
         self._clients[hello.session] = peer
         if older is not None:

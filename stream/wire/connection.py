@@ -52,6 +52,7 @@ class Connection:
     now       seconds on a monotonic clock, as in every method below
 
     roles             names of this end and the other one
+    takes             kinds of messages that the other end may send once the connection is running
     peer              name of the other end in errors
     peer_max_frame    largest frame that the other end takes, in bytes, without its length field
     phase             current phase
@@ -67,6 +68,7 @@ class Connection:
     """
 
     roles: tuple[str, str]
+    takes: tuple[type[Message], ...] = ()
 
     def __init__(self, limits: Limits, now: float, max_frame: int) -> None:
         self.limits = limits
@@ -212,7 +214,10 @@ class Connection:
         raise WireError(f"{message.kind} in the handshake, expected nothing", "order")
 
     def _take_running(self, message: Message) -> list[Event]:
-        raise WireError(f"{message.kind}: expected nothing", "order")
+        if isinstance(message, self.takes):
+            return [message]
+        expected = ", ".join(kind.kind for kind in self.takes)
+        raise WireError(f"{message.kind} from a {self.roles[1]}, expected one of {expected}", "order")
 
     def _events(self, frames: Callable[[], Iterator[Frame]], count: int, now: float) -> list[Event]:
         if self.phase is ConnectionPhase.BROKEN or not count:

@@ -117,6 +117,21 @@ class Acceptor(Connection):
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
 
+    def welcome(self, session: Any, *, credits: int = 0) -> None:
+        """Welcome the other end, with the new or earlier session that its Hello names.
+
+        Raises WireError if there is no Hello to answer, or it names another session.
+        """
+        if self.phase is not ConnectionPhase.HANDSHAKE or self.hello is None:
+            raise WireError(f"welcome: no {self.roles[1]} waits for it", "order")
+        if self.hello.session != session.token:
+            raise WireError(f"welcome: the session is not the one that the {self.roles[1]} named", "session")
+        mac = handshake.prove(self._secret, handshake.GATEWAY, self._transcript)
+        self._send(handshake.Welcome(mac, session.token, session.is_welcomed, credits, session.grants()))
+        self.session, session.is_welcomed = session, True
+        self.phase = ConnectionPhase.RUNNING
+        self._decoder.widen(self.limits.max_frame)
+
     # Inside
 
     def _check(self, hello: handshake.Hello) -> None:
@@ -125,18 +140,6 @@ class Acceptor(Connection):
             raise WireError(
                 f"hello.role is {hello.role!r}, expected {self.accepts!r}: this is a {self.roles[0]}", "role"
             )
-
-    def _welcome(self, session: Any, *, credits: int, lanes: tuple[handshake.LaneGrant, ...]) -> None:
-        """Answer the Hello. Raises WireError if there is none to answer, or it has another session."""
-        if self.phase is not ConnectionPhase.HANDSHAKE or self.hello is None:
-            raise WireError(f"welcome: no {self.roles[1]} waits for it", "order")
-        if self.hello.session != session.token:
-            raise WireError(f"welcome: the session is not the one that the {self.roles[1]} named", "session")
-        mac = handshake.prove(self._secret, handshake.GATEWAY, self._transcript)
-        self._send(handshake.Welcome(mac, session.token, session.is_welcomed, credits, lanes))
-        self.session, session.is_welcomed = session, True
-        self.phase = ConnectionPhase.RUNNING
-        self._decoder.widen(self.limits.max_frame)
 
     def _take(self, message: Message, frame: Frame) -> list[Event]:
         has_left = self.session is None and self.phase is not ConnectionPhase.HANDSHAKE  # in the handshake

@@ -126,7 +126,7 @@ class GatewayConnection(Acceptor):
         """
         if session.is_welcomed and self.hello is not None:
             session.check_same(self.hello)
-        self._welcome(session, credits=credits, lanes=session.grants())
+        super().welcome(session, credits=credits)
         self.credits = credits
         session.send = self._queue_if_running
         for request in session.under_way:

@@ -65,6 +65,7 @@ class SamplerConnection(Initiator):
     """
 
     roles = "sampler", "replay host"
+    takes = (Result,)
     session: ClientSession
 
     def ask(self, request: Query) -> None:
@@ -86,12 +87,11 @@ class SamplerConnection(Initiator):
             self._send(request)
 
     def _take_running(self, message: Message) -> list[Event]:
-        if isinstance(message, Result):
-            if message.number > self.session.number:
-                most = self.session.number
-                raise WireError(f"{message.kind} {message.number}, expected at most {most}", "number")
-            return [message] if self.session.drop(message.number) else []
-        raise WireError(f"{message.kind} to a {self.roles[0]}, expected {Result.kind}", "order")
+        events = super()._take_running(message)
+        assert isinstance(message, Result)
+        if message.number > (most := self.session.number):
+            raise WireError(f"{message.kind} {message.number}, expected at most {most}", "number")
+        return events if self.session.drop(message.number) else []
 
 
 class ServerSession:
@@ -107,6 +107,10 @@ class ServerSession:
         self._done = 0
         self._under_way: set[int] = set()
         self._answers: dict[int, Result] = {}
+
+    def grants(self) -> tuple[LaneGrant, ...]:
+        """One lane, in the form of a Welcome."""
+        return (LaneGrant(0, 1, 0, 0),)
 
     def take(self, request: Query) -> TakenRequest:
         """Take a request; return the reaction to it. Raises WireError if it is beyond the window."""
@@ -150,12 +154,8 @@ class ReplayConnection(Acceptor):
 
     roles = "replay host", "sampler"
     accepts = "sampler"
+    takes = (Query,)
     session: ServerSession | None = None
-
-    def welcome(self, session: ServerSession) -> None:
-        """Welcome the client, with the session that its Hello names. Raises WireError if no Hello has come."""
-        grants = (LaneGrant(0, 1, 0, 0),)
-        self._welcome(session, credits=session.window, lanes=grants)
 
     def answer(self, answer: Result) -> None:
         """Answer a request; a connection that does not run leaves the answer to the next one.
@@ -170,10 +170,10 @@ class ReplayConnection(Acceptor):
             self._queue(buffers)
 
     def _take_running(self, message: Message) -> list[Event]:
-        if isinstance(message, Query):
-            assert self.session is not None
-            taken = self.session.take(message)
-            if taken is TakenRequest.AGAIN:
-                self._send(self.session.answer_to(message.number))
-            return [message] if taken is TakenRequest.NEW else []
-        raise WireError(f"{message.kind} from a {self.roles[1]}, expected {Query.kind}", "order")
+        events = super()._take_running(message)
+        assert isinstance(message, Query)
+        assert self.session is not None
+        taken = self.session.take(message)
+        if taken is TakenRequest.AGAIN:
+            self._send(self.session.answer_to(message.number))
+        return events if taken is TakenRequest.NEW else []

@@ -40,6 +40,7 @@ class SourceConnection(Initiator):
     """
 
     roles = "rollout", "trainer"
+    takes = messages.Settings, messages.Weights, messages.BlocksReleased, messages.Done
     session: SourceSession
     next = 0
 
@@ -67,19 +68,13 @@ class SourceConnection(Initiator):
         session.done = session.kept  # a restarted trainer may want later fragments again
 
     def _take_running(self, message: Message) -> list[Event]:
-        match message:
-            case messages.Done():
-                if not message.kept <= message.number < self.next:
-                    raise WireError(
-                        f"done {message.number}, of which {message.kept} are kept, expected kept <= done < "
-                        f"{self.next}, the next to be sent",
-                        "number",
-                    )
-                return [message]
-            case messages.Settings() | messages.Weights() | messages.BlocksReleased():
-                return [message]
-            case _:
-                raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")
+        if isinstance(message, messages.Done) and not message.kept <= message.number < self.next:
+            raise WireError(
+                f"done {message.number}, of which {message.kept} are kept, expected kept <= done < {self.next}, the "
+                "next to be sent",
+                "number",
+            )
+        return super()._take_running(message)
 
 
 class TrainerSession:
@@ -99,6 +94,10 @@ class TrainerSession:
         self.missed = 0
         self.window: int | None = None
         self.is_welcomed = bool(taken)
+
+    def grants(self) -> tuple[LaneGrant, ...]:
+        """The stream in the form of a Welcome."""
+        return (LaneGrant(0, 1, 0, self.taken),)
 
     def take(self, number: int, *, may_skip: bool) -> None:
         """Record a fragment. Raises WireError if it is not the next one, or beyond the window."""
@@ -136,21 +135,13 @@ class TrainerConnection(Acceptor):
 
     roles = "trainer", "rollout"
     accepts = "source"
+    takes = messages.Fragment, messages.Lent, messages.LaneJoined, messages.LaneLeft, messages.Finished
     session: TrainerSession | None = None
     _is_first = True  # the next fragment is the first of this connection
-
-    def welcome(self, session: TrainerSession) -> None:
-        """Welcome the source, with the session that its Hello names. Raises WireError if no Hello has come."""
-        slots = 1 if self.hello is None else self.hello.num_envs
-        grant = LaneGrant(0, slots, 0, session.taken)
-        self._welcome(session, credits=0, lanes=(grant,))
 
     def _take_running(self, message: Message) -> list[Event]:
         if isinstance(message, messages.Fragment | messages.Lent):
             assert self.session is not None
             self.session.take(message.number, may_skip=self._is_first)
             self._is_first = False
-            return [message]
-        if isinstance(message, messages.LaneJoined | messages.LaneLeft | messages.Finished):
-            return [message]
-        raise WireError(f"{message.kind} from a source, expected fragment or finished", "order")
+        return super()._take_running(message)

@@ -194,7 +194,7 @@ class QueryEnds:
         self.to_server()
         self.to_client()
         self.to_server()
-        self.server.welcome(wire.ServerSession(TOKEN, 8))
+        self.server.welcome(wire.ServerSession(TOKEN, 8), credits=8)
         self.to_client()
         asked = EXAMPLES["query"]
         assert isinstance(asked, wire.Query)

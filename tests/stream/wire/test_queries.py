@@ -71,7 +71,7 @@ def test_whatever_is_cut_each_request_is_taken_once_and_answered_once(data: st.D
             server.receive(taken_from(client), 0.0)
             if server.hello is None:
                 client.receive(taken_from(server), 0.0)
-        server.welcome(server_session)
+        server.welcome(server_session, credits=server_session.window)
         return client, server
 
     def carry(

@@ -65,19 +65,19 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
 @pytest.mark.parametrize(
     ("message", "told", "code"),
     [
-        (EXAMPLES["rows"], "rows from a source, expected fragment or finished", "order"),
-        (EXAMPLES["turn"], "turn from a source", "order"),
-        (EXAMPLES["metrics"], "metrics from a source", "order"),
+        (EXAMPLES["rows"], "rows from a rollout, expected one of fragment, lent, come, aside, finished", "order"),
+        (EXAMPLES["turn"], "turn from a rollout", "order"),
+        (EXAMPLES["metrics"], "metrics from a rollout", "order"),
         (wire.Done(1, 0), "done 1, of which 0 are kept, expected kept <= done < 1, the next to be sent", "number"),
         (wire.Done(0, 2), "done 0, of which 2 are kept", "number"),
-        (EXAMPLES["turn"], "turn to a source, expected settings, weights or done", "order"),
-        (EXAMPLES["states"], "states to a source", "order"),
+        (EXAMPLES["turn"], "turn from a trainer, expected one of settings, weights, free, done", "order"),
+        (EXAMPLES["states"], "states from a trainer", "order"),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_an_end_refuses_what_must_not_come(message: wire.Message, told: str, code: str) -> None:
     ends = Ends(given=2)
-    end = ends.trainer if " from " in told else ends.source
+    end = ends.trainer if " from a rollout" in told else ends.source
     check_broken(end.receive(frame_as(message), 0.0), code, told)
 
 
