@@ -19,6 +19,7 @@ from benchmarks.pairs import FULL, QUICK, Record, show, tell
 PROGRAMS = (
     "cartpole",
     "overhead",
+    "sources",
     "seeing",
     "pixels",
     "two_cores",

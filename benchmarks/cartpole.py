@@ -2,7 +2,7 @@
 
 A rollflow run gives the same batch as the loop, with true episodes, log-probabilities, values and counters, through the
 default pipelines. Environments are gymnasium's vectorized CartPole, or plain ones, which the loop steps by
-`SyncVectorEnv`.
+`SyncVectorEnv`. Each is also run beside a loop whose act step torch.jit has traced and frozen.
 
     python -m benchmarks.cartpole [--quick]
 """
@@ -18,18 +18,20 @@ from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp
 from rollflow import Rollout
 
-VECTORIZED, PLAIN = (64, 256, 1024), (1, 8, 64, 256)
+VECTORIZED, PLAIN = (8, 64, 256, 1024), (1, 8, 64, 256)
 
 
 def measure(sizes: Sizes, vectorized: tuple[int, ...] = VECTORIZED, plain: tuple[int, ...] = PLAIN) -> list[Record]:
-    """A line for each number of slots."""
-    lines = [
-        _measured("CartPole, vectorized", "CartPole-v1", slots, _vectorized(slots), 1.0, sizes) for slots in vectorized
-    ]
-    for slots in plain:
-        aim = 0.9 if slots == 1 else 1.05
-        env = side_by_side(PLAIN_CARTPOLE, slots)
-        lines.append(_measured("CartPole, plain", PLAIN_CARTPOLE, slots, env, aim, sizes))
+    """A line for each number of slots and each of the two loops."""
+    lines = []
+    for is_traced, aim in ((False, 1.0), (True, 0.95)):
+        beside = ", a traced loop" if is_traced else ""
+        for slots in vectorized:
+            loop = Loop(_vectorized(slots), Mlp(), is_traced=is_traced)
+            lines.append(_measured(f"CartPole, vectorized{beside}", "CartPole-v1", slots, loop, aim, sizes))
+        for slots in plain:
+            loop = Loop(side_by_side(PLAIN_CARTPOLE, slots), Mlp(), is_traced=is_traced)
+            lines.append(_measured(f"CartPole, plain{beside}", PLAIN_CARTPOLE, slots, loop, aim, sizes))
     return lines
 
 
@@ -37,8 +39,7 @@ def _vectorized(slots: int) -> Any:
     return gym.make_vec("CartPole-v1", num_envs=slots, vectorization_mode="vector_entry_point")
 
 
-def _measured(workload: str, env: Any, slots: int, beside: Any, aim: float, sizes: Sizes) -> Record:
-    loop = Loop(beside, Mlp())
+def _measured(workload: str, env: Any, slots: int, loop: Loop, aim: float, sizes: Sizes) -> Record:
     options: Any = {"num_envs": slots, "fragment_length": FRAGMENT_LENGTH, "seed": 0}
     with Rollout(env, module=Mlp(), **options) as rollout:
         batches = iter(rollout.batches())

@@ -9,20 +9,41 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from torch import nn
 
 from benchmarks.policies import sampled
 
 FRAGMENT_LENGTH = 128
 
 
+class Act(nn.Module):
+    """A forward pass and sampling: observations to actions, their log-probabilities and values."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One act step."""
+        output = self._policy._forward({"obs": observations})
+        return *sampled(output["action_dist_inputs"]), output["vf_preds"]
+
+
 class Loop:
     """Steps, passes forward without gradients, samples, writes everything into preallocated columns.
 
     Makes one flat batch of tensors every 128 steps.
+
+    is_traced    whether the pass and the sampling are traced and frozen by torch.jit
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], policy: Any) -> None:
-        self._env, self._policy = env, policy
+    def __init__(self, env: VectorEnv[Any, Any, Any], policy: Any, *, is_traced: bool = False) -> None:
+        self._env = env
+        act = Act(policy)
+        self._act: Any = act.forward
+        if is_traced:
+            seen = torch.from_numpy(np.zeros_like(env.reset(seed=0)[0]))
+            self._act = torch.jit.freeze(torch.jit.trace(act.eval(), seen, check_trace=False))
         # In gymnasium's NEXT_STEP mode the step after an end only resets.
         self._resets_next_step = env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
         shape, space = (FRAGMENT_LENGTH, env.num_envs), env.single_observation_space
@@ -47,11 +68,10 @@ class Loop:
         with torch.no_grad():
             for t in range(FRAGMENT_LENGTH):
                 obs[t] = observations
-                output = self._policy._forward({"obs": torch.from_numpy(obs[t])})
-                chosen, logp = sampled(output["action_dist_inputs"])
+                chosen, logp, value = self._act(torch.from_numpy(obs[t]))
                 actions[t] = acted = chosen.numpy()
                 observations, rewards[t], terminateds[t], truncateds[t], _ = self._env.step(acted)
-                logps[t], values[t] = logp.numpy(), output["vf_preds"].numpy()
+                logps[t], values[t] = logp.numpy(), value.numpy()
                 if self._resets_next_step:
                     self._valid[t] = ~self._done
                     self._done = terminateds[t] | truncateds[t]
