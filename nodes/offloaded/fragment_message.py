@@ -270,7 +270,6 @@ def agents_of_message(message: wire.Fragment, spaces: Sequence[PartSpaces]) -> M
             message.lane,
             rest["sequence"],
             [_part_in(message, index, each, layout, clock) for index, each in enumerate(spaces)],
-            num_envs=layout.num_slots,
             num_rows=rest["num_rows"],
             clock=clock,
             custom_data=custom_data,
@@ -320,8 +319,8 @@ def _begun(
         check_whole("space", rest["space"], 0, len(spaces) - 1)
     forms, space = field.mapping(rest["forms"], "forms"), spaces[rest["space"]]
     made = {name: Column(name, _formed(tree, forms.get(name), name)) for name, tree in columns.items()}
-    starts = {name: rest[name] for name in ("episode_start", "episode_number")}
-    fragment = kind(layout, lane, rest["sequence"], made, **starts, **more)
+    starts = rest["episode_start"], rest["episode_number"]
+    fragment = kind(layout, lane, rest["sequence"], made, *starts, **more)
     fragment.observation_space = space
     if is_checked:
         check_columns(fragment.columns, layout, rest["num_rows"], space, spare)

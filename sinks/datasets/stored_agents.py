@@ -310,7 +310,6 @@ class StoredAgents(MultiAgentFragment):
             0,
             sequence,
             [_part(each, (first, last), (begin, end), lookback, sequence, clock) for each in block.modules],
-            num_envs=1,
             num_rows=end - begin,
             clock=clock,
             custom_data=custom_data,
@@ -367,12 +366,11 @@ def _part(
         0,
         sequence,
         {name: Column(name, tree) for name, tree in trees.items()},
+        starts,
         part=AgentPart(module.agents, module.observation_space, module.action_space),
         env_clock=env_clock,
         clock=clock,
         module_of=np.zeros((made.rows, slots), np.int16),
-        episode_start=starts,
-        episode_number=np.zeros(slots, np.int64),
     )
     part.observation_space = module.observation_space
     has_steps = np.flatnonzero(made.start < made.stop)

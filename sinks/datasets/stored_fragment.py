@@ -83,8 +83,7 @@ class StoredFragment(Fragment):
         columns: Any = StoredColumns(
             block.steps, {name: behind if name == Columns.OBS else rows for name in block.steps.parts}
         )
-        none = np.zeros(1, np.int64)
-        super().__init__(layout, 0, sequence, columns, episode_start=none, episode_number=none)
+        super().__init__(layout, 0, sequence, columns)
         self.observation_space, self.name = store.observation_space, name
         self.dataset: EpisodeStore = store
         self.runs: Ints = store.runs[episodes]

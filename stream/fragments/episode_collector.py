@@ -235,7 +235,7 @@ class WholeEpisodes(Fragment):
         none, num_rows = np.zeros(1, np.int64), int(stops[-1])
         layout = whole_layout(last, 1, num_rows, partial(_id_of, [episode.id_ for episode in episodes]))
         columns = _columns(last, episodes)
-        super().__init__(layout, last.lane, last.sequence, columns, episode_start=none, episode_number=none)
+        super().__init__(layout, last.lane, last.sequence, columns)
         self.observation_space, self.infos = last.observation_space, []
         for number, (episode, stop) in enumerate(zip(episodes, stops.tolist(), strict=True)):
             self.infos += [SlotInfos([info]) if info else {} for part in episode.parts for info in part.infos]

@@ -156,9 +156,8 @@ class Fragment:
         lane: int,
         sequence: int,
         columns: dict[str, Column],
-        *,
-        episode_start: NDArray[np.int64],
-        episode_number: NDArray[np.int64],
+        episode_start: NDArray[np.int64] | None = None,
+        episode_number: NDArray[np.int64] | None = None,
     ) -> None:
         self.layout = layout
         self.lane = lane
@@ -166,8 +165,10 @@ class Fragment:
         self.columns = columns
         self.observation_space: gym.Space[Any] | None = None
         self.num_rows = layout.num_rows
-        self.episode_start = episode_start  # i64[N] row at which the slot's first episode began, may be negative
-        self.episode_number = episode_number  # i64[N]
+        none = np.zeros(layout.num_slots, np.int64)
+        # i64[N] row at which the slot's first episode began, may be negative; None: 0
+        self.episode_start = none if episode_start is None else episode_start
+        self.episode_number = none if episode_number is None else episode_number  # i64[N]; None: 0
         self.finals: list[Final] = []
         self.starts: list[Start] = []  # of a stateful module; a later one counts
         self.losses: list[Loss] = []

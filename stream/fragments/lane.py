@@ -15,7 +15,7 @@ environment, or the piece before it, gave, in that one's own type.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -30,6 +30,8 @@ from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
+
+F = TypeVar("F", bound=Fragment)
 
 
 class LaneMemory(Protocol):
@@ -361,6 +363,11 @@ class SlotLane:
             self.observation_space = space
             self.fragment.columns[Columns.OBS] = self.columns.observations(space)
 
+    def _fragment(self, sequence: int, columns: dict[str, Column], kind: type[F], **more: Any) -> F:
+        """A new fragment that is filled next, of a class with some further arguments."""
+        begun = self.episode_start.copy(), self.episode_number.copy()
+        return kind(self.layout, self.index, sequence, columns, *begun, **more)
+
     def _hand_on(self, new: Fragment, stops: NDArray[np.int64]) -> None:
         """Begin the fragment `new` with what goes on from this one, whose slots end at the rows `stops`, i64[N]."""
         old, number = self.fragment, self.episode_number.tolist()
@@ -407,7 +414,7 @@ class Lane(SlotLane):
         self.at_start, self.is_full = True, False
         self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
         self._outputs: Set[str] | None = None  # names of what the module's stages give at every step
-        self.fragment = self._fragment(0, self.columns.first(observation_space))
+        self.fragment = self._fragment(0, self.columns.first(observation_space), Fragment)
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
         self.vector_steps = self.first_step = 0
@@ -612,7 +619,7 @@ class Lane(SlotLane):
         for name, column in columns.items():
             column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
         self.episode_start -= rows
-        new = self._fragment(old.sequence + 1, columns)
+        new = self._fragment(old.sequence + 1, columns, Fragment)
         if self._dead is not None:
             new.episode_start[self._dead] = lookback + 1
             new.episode_number[self._dead] += 1
@@ -646,16 +653,6 @@ class Lane(SlotLane):
                 self.fragment.columns[name] = self.columns.extra(name, outputs[name])
             except ColumnError as error:
                 raise ColumnError(f"lane {self.index}: {error}") from None
-
-    def _fragment(self, sequence: int, columns: dict[str, Column]) -> Fragment:
-        return Fragment(
-            self.layout,
-            self.index,
-            sequence,
-            columns,
-            episode_start=self.episode_start.copy(),
-            episode_number=self.episode_number.copy(),
-        )
 
     def _take_written_observations(self) -> None:
         assert self.memory is not None

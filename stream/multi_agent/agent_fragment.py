@@ -140,13 +140,14 @@ class AgentFragment(Fragment):
         *args: Any,
         part: AgentPart,
         env_clock: EnvClock,
-        clock: NDArray[np.int64],
-        module_of: NDArray[np.int16],
-        **options: Any,
+        clock: NDArray[np.int64] | None = None,
+        module_of: NDArray[np.int16] | None = None,
     ) -> None:
-        super().__init__(*args, **options)
-        self.part, self.env_clock, self.clock, self.module_of = part, env_clock, clock, module_of
-        rows, slots = self.first_row + self.num_rows, self.layout.num_slots
+        super().__init__(*args)
+        self.part, self.env_clock = part, env_clock
+        rows, slots = self.last_row, self.layout.num_slots
+        self.clock = np.zeros((rows + 1, slots), np.int64) if clock is None else clock
+        self.module_of = np.zeros((rows, slots), np.int16) if module_of is None else module_of
         self.ends: dict[tuple[int, int], int] = {}
         self.early: list[tuple[int, int, float]] = []
         self.module_ids: Sequence[Any] = ()

@@ -100,7 +100,8 @@ class AgentLane(SlotLane):
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
-        self.fragment = self._fragment(0, self.columns.first(self.observation_space), clock)
+        columns = self.columns.first(self.observation_space)
+        self.fragment = self._fragment(0, columns, AgentFragment, part=part, env_clock=clock)
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
         self.shown: LaneEpisodes | None = None
@@ -313,7 +314,8 @@ class AgentLane(SlotLane):
     def cut(self, clock: EnvClock) -> AgentFragment:
         """Return the fragment, read-only, and begin the next one, with a clock and the last H steps of every slot."""
         old, lookback = self.fragment, self.layout.lookback
-        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=self.raw is None), clock)
+        columns = self.columns.like(old.columns, are_written=self.raw is None)
+        new = self._fragment(old.sequence + 1, columns, AgentFragment, part=self.part, env_clock=clock)
         # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
         rows = self.at + np.arange(-lookback, 1)[:, None]
         for name, column in new.columns.items():
@@ -539,21 +541,6 @@ class AgentLane(SlotLane):
                 name: column for name, column in before.items() if names.get(name) == column
             }
         return by_id
-
-    def _fragment(self, sequence: int, columns: dict[str, Column], clock: EnvClock) -> AgentFragment:
-        rows, slots = self.layout.lookback + self.layout.num_rows, self.layout.num_slots
-        return AgentFragment(
-            self.layout,
-            self.index,
-            sequence,
-            columns,
-            part=self.part,
-            env_clock=clock,
-            clock=np.zeros((rows + 1, slots), np.int64),
-            module_of=np.zeros((rows, slots), np.int16),
-            episode_start=self.episode_start.copy(),
-            episode_number=self.episode_number.copy(),
-        )
 
     def _infos_in(self, fragment: AgentFragment, row: int) -> SlotInfos:
         there = fragment.infos[row]

@@ -30,13 +30,12 @@ class MultiAgentFragment:
         sequence: int,
         parts: Sequence[AgentFragment],
         *,
-        num_envs: int,
         num_rows: int,
         clock: EnvClock,
         custom_data: Mapping[tuple[int, int], Mapping[Any, Any]],
     ) -> None:
         self.lane, self.sequence, self.parts = lane, sequence, tuple(parts)
-        self.num_envs, self.num_rows, self.clock = num_envs, num_rows, clock
+        self.num_envs, self.num_rows, self.clock = len(clock.numbers), num_rows, clock
         self.episode_id, self.custom_data = clock.episode_id, custom_data
         self.is_last = False
 

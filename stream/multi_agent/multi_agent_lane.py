@@ -165,7 +165,6 @@ class MultiAgentLane:
             self.index,
             self.sequence - 1,
             parts,
-            num_envs=self.num_envs,
             num_rows=self.vector_steps - clock.first,
             clock=clock,
             custom_data=custom_data,

@@ -40,7 +40,6 @@ class WholeMultiAgentEpisodes(MultiAgentFragment):
             last.lane,
             last.sequence,
             [_whole_part(index, part, episodes, clock) for index, part in enumerate(last.parts)],
-            num_envs=len(episodes),
             num_rows=ends[-1][0],
             clock=clock,
             custom_data={(env, 0): episode.custom_data for env, episode in enumerate(episodes)},
@@ -136,26 +135,16 @@ def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEpisode
         for (part, place, module_id), agent in episode.agents.items()
         if part == number
     }
-    num_slots, none = len(episodes) * num_agents, np.zeros(len(episodes) * num_agents, np.int64)
-    stops = none.copy()
+    num_slots = len(episodes) * num_agents
+    stops = np.zeros(num_slots, np.int64)
     for slot, (_, agent) in agents.items():
         stops[slot] = agent.num_steps
     num_rows = int(stops.max(initial=0))
     module_ids = list(dict.fromkeys(module_id for module_id, _ in agents.values()))
     columns, outputs = _columns(last, agents, module_ids, num_rows, num_slots)
     ids = [agents[slot][1].id_ if slot in agents else "" for slot in range(num_slots)]
-    whole = AgentFragment(
-        whole_layout(last, num_slots, num_rows, partial(_id_of, ids)),
-        last.lane,
-        last.sequence,
-        columns,
-        part=last.part,
-        env_clock=clock,
-        clock=np.zeros((num_rows + 1, num_slots), np.int64),
-        module_of=np.zeros((num_rows, num_slots), np.int16),
-        episode_start=none,
-        episode_number=none,
-    )
+    layout = whole_layout(last, num_slots, num_rows, partial(_id_of, ids))
+    whole = AgentFragment(layout, last.lane, last.sequence, columns, part=last.part, env_clock=clock)
     whole.observation_space, whole.module_ids, whole.outputs = last.observation_space, module_ids, outputs
     infos = [SlotInfos(count=num_slots) for _ in whole.infos]
     whole.infos = list(infos)
