@@ -11,7 +11,7 @@ from rollflow.nodes.env.stepping import LaneVectorEnv, Turn, nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.stages.acting import Acting
-from rollflow.nodes.stages.agent_stages import AgentsActing
+from rollflow.nodes.stages.module_set import AgentsActing
 
 Published = Mapping[Any, tuple[int, Weights]]  # module id -> version and weights; of one module, DEFAULT_MODULE_ID
 

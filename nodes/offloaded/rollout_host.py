@@ -25,8 +25,7 @@ from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica
 from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.nodes.stages.acting import Acting, acting_for, compile_options
-from rollflow.nodes.stages.agent_stages import AgentsActing, agents_acting_for
-from rollflow.nodes.stages.module_set import AgentToModule
+from rollflow.nodes.stages.module_set import AgentsActing, AgentToModule, agents_acting_for
 from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for

@@ -68,8 +68,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.pipelines.adapting import Origin
     from rollflow.nodes.env.lane_source import LaneSource
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
-    from rollflow.nodes.stages.agent_stages import AgentsActing
-    from rollflow.nodes.stages.module_set import ActingModule
+    from rollflow.nodes.stages.module_set import ActingModule, AgentsActing
     from rollflow.stream.multi_agent.agent_part import AgentPart
 
 MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
@@ -807,7 +806,7 @@ class AgentPolicies:
     """
 
     def __init__(self, parts: "Sequence[AgentPart]", acting: "AgentsActing", source: "LaneSource") -> None:
-        self._parts, self._acting, self._modules, self._source = parts, acting, acting.modules, source
+        self._parts, self._acting, self._source = parts, acting, source
 
     def of(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
         """The policy that acts for an agent.
@@ -842,11 +841,11 @@ class AgentPolicies:
         Raises as `of` does, and PolicyError where several can't be saved at the path.
         """
         if agent is not None or module_id is not None:
-            return {path: self.of(self._modules.agent_of(module_id) if agent is None else agent, module_id, **options)}
+            return {path: self.of(self._acting.agent_of(module_id) if agent is None else agent, module_id, **options)}
         if path.suffix == ".zip":
             raise PolicyError(f"{path} is one file, expected a folder for the policies of all modules, or agent=…")
-        ids = list(self._modules.versions())
-        made = {path / folder_of(str(each)): self.of(self._modules.agent_of(each), each, **options) for each in ids}
+        ids = list(self._acting.versions())
+        made = {path / folder_of(str(each)): self.of(self._acting.agent_of(each), each, **options) for each in ids}
         if len(made) < len(ids):
             raise PolicyError(f"some of the modules {ids} have one text as their ids, expected another for each")
         return made
@@ -860,9 +859,9 @@ class AgentPolicies:
 
     def _module_of(self, agent: Any, module_id: Any) -> "ActingModule":
         if module_id is not None:
-            return self._modules.of_id(module_id)
-        if self._modules.is_by_agent:
-            return self._modules.module_of(agent, "policy")
+            return self._acting.of_id(module_id)
+        if self._acting.is_by_agent:
+            return self._acting.module_of(agent, "policy")
         raise PolicyError(
             f"agent {agent!r} may have another module in each episode; expected policy({agent!r}, module_id), and "
             "evaluate_agents to evaluate such policies"

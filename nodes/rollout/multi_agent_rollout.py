@@ -16,8 +16,8 @@ from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.agent_learner import AgentLearner
-from rollflow.nodes.stages.agent_stages import AgentsActing
 from rollflow.nodes.stages.connector_builders import lookback_for
+from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -127,7 +127,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
         exist, and for weights that are not its own; then nothing is published.
         """
-        versions = self._modules.publish(weights)
+        versions = self._acting.publish(weights)
         self._execution.send({module_id: (versions[module_id], weights[module_id]) for module_id in versions})
         return dict(self.hooks.tell_version(versions))
 
@@ -137,11 +137,11 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Returns False where the modules have that version already, or a newer one; nothing changes then. Raises
         ModuleError as `publish` does, and where weights are not of all modules that `be_published_elsewhere` named.
         """
-        self._modules.check_elsewhere(weights)
+        self._acting.check_elsewhere(weights)
         if version <= self.version_elsewhere:
             return False
         self._execution.send({module_id: (version, each) for module_id, each in weights.items()})
-        is_new = self._modules.publish_as(version, weights)
+        is_new = self._acting.publish_as(version, weights)
         return self.hooks.tell_if_new(dict.fromkeys(weights, version), is_new=is_new)
 
     def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
@@ -149,12 +149,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
         Modules that are not trained may come and go.
         """
-        self._modules.be_published_elsewhere(ids)
+        self._acting.be_published_elsewhere(ids)
 
     @property
     def version_elsewhere(self) -> int:
         """The version that a trainer elsewhere has published last, or with which its modules began."""
-        return self._modules.version_elsewhere
+        return self._acting.version_elsewhere
 
     def acting_weights(self, module_id: Any = DEFAULT_MODULE_ID) -> ActingWeights:
         """Copies of the weights that a module acts with, those published last, and their policy version.
@@ -162,7 +162,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         From any thread. `rollout.module[module_id].state_dict()` are those of the module that is trained. Raises
         ModuleError for a module that there is not.
         """
-        return ActingWeights(*self._modules.newest_weights(module_id))
+        return ActingWeights(*self._acting.newest_weights(module_id))
 
     def policy(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
         """The policy that acts for an agent, as `Rollout.policy` gives it; each of its sessions is one agent.
@@ -212,7 +212,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         of the one that was removed.
         """
         self._check_may_change(module_id)
-        self._modules.add(module_id, module, explore=explore)
+        self._acting.add(module_id, module, explore=explore)
 
     def remove_module(self, module_id: Any) -> None:
         """Have a module serve no agent that begins; those that it serves keep it until their episodes end.
@@ -221,12 +221,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         that there is not.
         """
         self._check_may_change(module_id)
-        self._modules.remove(module_id)
+        self._acting.remove(module_id)
 
     @property
     def policy_versions(self) -> dict[Any, int]:
         """Module id -> the version published last; 0 before any."""
-        return self._modules.versions()
+        return self._acting.versions()
 
     # What every rollout has
 
@@ -241,7 +241,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def _check_may_change(self, module_id: Any) -> None:
         """Raise ModuleError where a module can't come or go: others have to know of it."""
         if self.learner.would_train(module_id):
-            self._modules.check_may_change(module_id)
+            self._acting.check_may_change(module_id)
         if isinstance(self.environments, OffloadedRollouts) and self.environments.is_started:
             raise ModuleError(
                 f"module '{module_id}' can't come or go while whole rollouts are done elsewhere, which began with the "
@@ -250,15 +250,13 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     def _make_learner(self) -> None:
         acting, options = self._acting, self._options
-        self._modules, self.joint = acting.modules, acting.joint
+        self.joint = acting.joint
         self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
         self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
-        self.learner = AgentLearner(
-            self._modules, options.modules_to_train, options.learner_connector, self.metrics, self
-        )
+        self.learner = AgentLearner(acting, options.modules_to_train, options.learner_connector, self.metrics, self)
 
     def _make_lanes(self) -> None:
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
         pipelines = *self._acting.pipelines, *learning
-        lookback = lookback_for(self._options.lookback, pipelines, stateful=self._modules.is_stateful)
+        lookback = lookback_for(self._options.lookback, pipelines, stateful=self._acting.is_stateful)
         self._acting.make_lanes(self.environments, lookback, self.seed)

@@ -28,7 +28,7 @@ from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, Ro
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
 from rollflow.nodes.stages.acting import Acting, acting_for
-from rollflow.nodes.stages.agent_stages import AgentsActing, agents_acting_for
+from rollflow.nodes.stages.module_set import AgentsActing, agents_acting_for
 from rollflow.stream.data.errors import EnvError, ModuleError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
 from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector

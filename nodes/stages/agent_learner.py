@@ -10,7 +10,7 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_pi
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
-from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
+from rollflow.nodes.stages.module_set import ActingModule, AgentsActing
 from rollflow.stream.data.errors import ModuleError, noted
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment, parts_by_module
 
@@ -31,13 +31,13 @@ class AgentLearner:
 
     def __init__(
         self,
-        acting: ModuleSet,
+        acting: AgentsActing,
         to_train: Sequence[Any] | None,
         connector: Any,
         metrics: Any,
         runner: Any = None,
     ) -> None:
-        modules = acting.modules
+        modules = acting.module
         unknown = [] if to_train is None else [module_id for module_id in to_train if module_id not in modules]
         if unknown or isinstance(to_train, str):
             raise ModuleError(f"modules_to_train is {to_train!r}, expected a list of ids among {list(modules)}")

@@ -10,12 +10,15 @@ from typing import Any
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
-from rollflow.nodes.stages.acting import check_actions, chosen_space, kind_of_state, one_of
-from rollflow.nodes.stages.connector_builders import acting_copy, module_for
+from rollflow.nodes.stages.acting import check_actions, chosen_space, kind_of_state, left_by, one_of, sampling_data
+from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
+from rollflow.nodes.stages.connector_builders import acting_copy, module_for, pieces_given
 from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.stream.data.errors import EnvError, ModuleError, located
 from rollflow.stream.data.tree import Tree
@@ -23,6 +26,7 @@ from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEp
 from rollflow.stream.fragments.fragment import EpisodeIds
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 _PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
 
@@ -53,8 +57,10 @@ class ActingModule:
     is_checked: bool = False
 
 
-class ModuleSet:
-    """The modules of a rollout.
+class AgentsActing:
+    """The modules of a rollout as they act in environments of several agents each, and their pipelines; see `Acting`.
+
+    A pickled one has copies of the modules, with the weights that they have loaded.
 
         module     one module, or a mapping of them by id, or None: a `DefaultModule` for all agents, "default_policy"
         mapping    agent id -> module id, as a mapping, or a function of the agent's id and the episode; None: an
@@ -62,11 +68,13 @@ class ModuleSet:
         parts      the agents by their spaces
         seen       of each part, the spaces of what the module sees, and of what it chooses unless it says otherwise
         acted      of each part, the space that the module's actions are to be in; None: connector pieces see to that
+        joint      pieces that see all agents together; None: there are none
+        env_to_module, module_to_env    default pipelines of each part, with the pieces given
         explore    whether actions are sampled, of all modules or by id; of those that are not named they are
         may_be_stateful    whether fragments keep what a state is known by, when a stateful module is added later
         acting     how forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
 
-    modules    those that are trained, by id
+    module     those that are trained, by id
     version_elsewhere    that somebody else has published last, for all that he publishes
     acting     those that agents which begin may be served by, by id. Whoever serves an agent is held by its lane, also
                when it has been removed, or another has been added under its id
@@ -81,7 +89,9 @@ class ModuleSet:
         parts: tuple[AgentPart, ...],
         seen: tuple[Any, ...],
         acted: tuple[Any, ...],
-        *,
+        joint: JointPieces | None,
+        env_to_module: list[EnvToModulePipeline],
+        module_to_env: list[ModuleToEnvPipeline],
         model_config: Any,
         device: Any,
         seed: int,
@@ -90,7 +100,8 @@ class ModuleSet:
         acting: Mapping[str, Any],
     ) -> None:
         self._mapping = mapping
-        self._parts, self._seen, self._acted = parts, seen, acted
+        self.parts, self._seen, self._acted = parts, seen, acted
+        self.joint, self.env_to_module, self.module_to_env = joint, env_to_module, module_to_env
         self._model_config, self._device, self._seed = model_config, device, seed
         self._how = acting
         self.acting: dict[Any, ActingModule] = {}
@@ -109,11 +120,19 @@ class ModuleSet:
                 "model_config to be given to your modules' constructors instead"
             )
         self._first_ids = frozenset(named)
-        self.modules = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
+        self.module = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
         self._explore, self._may_be_stateful = self._checked_explore(explore), True
-        for module_id, module in self.modules.items():
+        for module_id, module in self.module.items():
             self._have_act(module_id, module, self._explores(module_id))
         self._may_be_stateful = may_be_stateful
+
+    def __reduce__(self) -> Any:
+        acting = self.acting.items()
+        given = {module_id: each.module for module_id, each in acting}
+        explore = {module_id: each.explore for module_id, each in acting}
+        made_for = given, self._mapping, self.parts, self._seen, self._acted
+        how = None, self._device, self._seed, explore, self._may_be_stateful, self._how
+        return AgentsActing, (*made_for, self.joint, self.env_to_module, self.module_to_env, *how)
 
     @property
     def is_stateful(self) -> bool:
@@ -125,13 +144,64 @@ class ModuleSet:
         """True if actions of one of them are sampled."""
         return any(acting.explore for acting in list(self.acting.values()))
 
+    @property
+    def named_pipelines(self) -> list[tuple[str, Any]]:
+        """Every pipeline with its name in messages; each part's goes by the part's agents."""
+        named: list[tuple[str, Any]] = [] if self.joint is None else [("joint", self.joint.pipeline)]
+        for name, pipelines in (("env_to_module", self.env_to_module), ("module_to_env", self.module_to_env)):
+            for part, pipeline in zip(self.parts, pipelines, strict=True):
+                named.append((name if len(self.parts) == 1 else f"{name} of agents {list(part.agents)}", pipeline))
+        return named
+
+    @property
+    def pipelines(self) -> list[Any]:
+        """Every pipeline, that of the joint pieces first."""
+        return [pipeline for _, pipeline in self.named_pipelines]
+
+    @property
+    def most_agents(self) -> int:
+        """Number of the agents in each environment."""
+        return sum(len(part.agents) for part in self.parts)
+
+    def begin_lane(self, lane: MultiAgentLane, seed: int) -> None:
+        """Do nothing: a lane makes what a module samples with when it first serves an agent."""
+
+    @property
+    def by_id(self) -> dict[Any, tuple[Any, PolicyWeights]]:
+        """Module id -> the copy that acts, and its weights as they are published."""
+        return {module_id: (each.module, each.weights) for module_id, each in self.acting.items()}
+
+    def make_lanes(self, environments: Any, lookback: int, seed: int, sequence: int = 0) -> None:
+        """Have environments make lanes that look back so many agent steps, with what modules sample with."""
+        environments.make_lanes(lookback, self, lambda lane, acting: sampling_data(lane, seed, acting.seed_name))
+        for lane in environments.lanes:
+            lane.sequence = sequence
+            for part in lane.parts:
+                part.fragment.sequence = sequence
+
+    def set_spaces(self, environments: Any) -> None:
+        """Have environments record actions in the spaces of what modules choose. Before their lanes are made."""
+        environments.set_chosen_spaces(self.chosen_spaces())
+
+    def stages(self, environments: Any, how: Mapping[str, Any], metrics: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
+        """The stages before the forward passes, of them, and behind them."""
+        return (
+            AgentsToModule(self.env_to_module, self, joint=self.joint, metrics=metrics, **of_lanes),
+            AgentForward(self),
+            ModuleToAgents(self.module_to_env, metrics=metrics, threads=how["threads"]),
+        )
+
+    def under_way(self, lane: MultiAgentLane) -> int:
+        """Transitions that a lane's next vector step may end."""
+        return lane.steps_under_way + sum(len(part.acting) for part in lane.parts)
+
     def add(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
         """Have a module act from now on, for agents whose episodes begin. From any thread.
 
         Raises ModuleError for an id that is taken, and for one whose last module had another state.
         """
         with self._lock:
-            self.modules.check_new(module_id)
+            self.module.check_new(module_id)
             if not isinstance(explore, bool | None):
                 raise ModuleError(f"module '{module_id}': explore is {explore!r}, expected a bool, or None")
             if module_id in self.acting:  # it has been taken out of `modules` alone
@@ -139,12 +209,12 @@ class ModuleSet:
             made = self._made(module_id, module)
             # Before an agent can be mapped to it: lanes may go on meanwhile.
             self._have_act(module_id, made, self._explores(module_id) if explore is None else explore)
-            self.modules.add_module(module_id, made)
+            self.module.add_module(module_id, made)
 
     def remove(self, module_id: Any) -> None:
         """Have no agent that begins served by a module: those that it serves keep it until their episodes end."""
         with self._lock:
-            self.modules.remove_module(module_id)
+            self.module.remove_module(module_id)
             self._retire(module_id)
 
     @property
@@ -212,7 +282,7 @@ class ModuleSet:
     def versions(self) -> dict[Any, int]:
         """Module id -> the policy version that was published last."""
         acting = dict(self.acting)
-        return {module_id: acting[module_id].weights.version for module_id in self.modules if module_id in acting}
+        return {module_id: acting[module_id].weights.version for module_id in self.module if module_id in acting}
 
     def first_versions(self) -> dict[Any, int]:
         """Module id -> the policy version that the module began with; 0 but for one whose id was another's."""
@@ -224,10 +294,10 @@ class ModuleSet:
         Raises ModuleError for an id that no module has, RunError once weights have been published.
         """
         with self._lock:
-            if missing := [module_id for module_id in versions if module_id not in self.modules]:
+            if missing := [module_id for module_id in versions if module_id not in self.module]:
                 raise ModuleError(
                     f"the state has versions of the modules {missing}, which are not there; expected them to be given "
-                    f"to the rollout, or added, before load_state_dict; there are {list(self.modules)}"
+                    f"to the rollout, or added, before load_state_dict; there are {list(self.module)}"
                 )
             for module_id, version in versions.items():
                 self.acting[module_id].weights.go_on_from(version)
@@ -242,7 +312,7 @@ class ModuleSet:
 
     def of_id(self, module_id: Any) -> ActingModule:
         """The module of this id, as it acts. Raises ModuleError where there is none."""
-        self.modules[module_id]
+        self.module[module_id]
         return self.acting[module_id]
 
     def agent_of(self, module_id: Any) -> Any:
@@ -253,7 +323,7 @@ class ModuleSet:
                 f"which agents module '{module_id}' serves can't be told by what agent_to_module_mapping_fn gives for "
                 "their ids; expected one of them to be named"
             )
-        for agent in self._parts[part].agents:
+        for agent in self.parts[part].agents:
             self._may_serve(agent, is_anew=False)
         return self._agent_in(part, module_id)
 
@@ -263,7 +333,7 @@ class ModuleSet:
         Raises ModuleError where the choices of modules that serve agents of one part do not fit one column.
         """
         chosen: list[gym.Space[Any] | None] = []
-        for place, (part, acted) in enumerate(zip(self._parts, self._acted, strict=True)):
+        for place, (part, acted) in enumerate(zip(self.parts, self._acted, strict=True)):
             own = {
                 module_id: chosen_space(acting.module, part.action_space)
                 for module_id, acting in self.acting.items()
@@ -287,16 +357,16 @@ class ModuleSet:
 
     def _agent_in(self, part: int, module_id: Any) -> Any:
         """An agent of a part that a module serves: one that the mapping has named it for, if there is one."""
-        agents = self._parts[part].agents
+        agents = self.parts[part].agents
         return next((agent for agent in agents if module_id in self._named.get(agent, ())), agents[0])
 
     def _check(self, weights: Mapping[Any, Weights]) -> None:
         """Raise ModuleError unless they are modules' of ours."""
         for module_id, state in weights.items():
-            if module_id not in self.modules:
+            if module_id not in self.module:
                 raise ModuleError(
                     f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
-                    f"with ids among {list(self.modules)}"
+                    f"with ids among {list(self.module)}"
                 )
             with located(f"module '{module_id}'"):
                 self.acting[module_id].weights.check(state)
@@ -314,13 +384,13 @@ class ModuleSet:
         elif agent in mapping:
             module_id = mapping[agent]
         else:
-            missing = [each for part in self._parts for each in part.agents if each not in mapping]
+            missing = [each for part in self.parts for each in part.agents if each not in mapping]
             raise EnvError(
                 f"agent_to_module_mapping_fn is {dict(mapping)}, expected every agent: {missing} are missing"
             ).see("agents")
         acting = self._serving(module_id)
         if acting is None:
-            there = [each for each in self.modules if each in self.acting]
+            there = [each for each in self.module if each in self.acting]
             raise EnvError(
                 f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
             )
@@ -328,7 +398,7 @@ class ModuleSet:
 
     def _check_actions_of(self, acting: ActingModule, agent: Any) -> None:
         """Raise ModuleError unless a module chooses actions that its first agent has, and so all its agents."""
-        acted = next(acted for part, acted in zip(self._parts, self._acted, strict=True) if agent in part.agents)
+        acted = next(acted for part, acted in zip(self.parts, self._acted, strict=True) if agent in part.agents)
         if acted is not None and getattr(acting.module, "action_space", None) is not None:
             with located(f"module '{acting.module_id}'"):
                 check_actions(acting.module, acted, agent)
@@ -336,7 +406,7 @@ class ModuleSet:
     def _serving(self, module_id: Any) -> ActingModule | None:
         """The module of this id that agents may begin with, looked up once: it may be removed in another thread."""
         acting = self.acting.get(module_id)
-        return acting if module_id in self.modules else None
+        return acting if module_id in self.module else None
 
     def _part_for(self, module_id: Any, module: Any) -> int | None:
         """The part whose agents a module serves, as far as that can be told before any episode.
@@ -344,12 +414,12 @@ class ModuleSet:
         The mapping is asked for episodes that there are not: once, and again for a module that takes its spaces from
         its agents.
         """
-        if len(self._parts) == 1:
+        if len(self.parts) == 1:
             return 0
         is_to_be_made = module is None or isinstance(module, type) or inspect.isfunction(module)
         self._raised = None
         for is_anew in (False, True) if is_to_be_made else (False,):
-            for place, part in enumerate(self._parts):
+            for place, part in enumerate(self.parts):
                 if any(module_id in self._may_serve(agent, is_anew=is_anew) for agent in part.agents):
                     self._raised = None  # whose traceback refers to this
                     return place
@@ -384,12 +454,12 @@ class ModuleSet:
 
     def _checked_explore(self, explore: bool | Mapping[Any, bool]) -> bool | Mapping[Any, bool]:
         by_id = dict(explore) if isinstance(explore, Mapping) else {}
-        unknown = [module_id for module_id in by_id if module_id not in self.modules]
+        unknown = [module_id for module_id in by_id if module_id not in self.module]
         flags = by_id.values() if isinstance(explore, Mapping) else [explore]
         if unknown or not all(isinstance(each, bool) for each in flags):
             raise ModuleError(
                 f"explore is {explore!r}, expected a bool, or a dict: module id -> bool, with ids among "
-                f"{list(self.modules)}; for others add_module takes it"
+                f"{list(self.module)}; for others add_module takes it"
             )
         return by_id if isinstance(explore, Mapping) else explore
 
@@ -422,6 +492,53 @@ class ModuleSet:
         removed = self.acting.pop(module_id)
         removed.is_removed = True
         self._past[module_id] = removed.weights.version, kind_of_state(removed.module)
+
+
+def agents_acting_for(
+    parts: Sequence[AgentPart],
+    env: Any,
+    *,
+    module: Any,
+    joint_connector: Any,
+    env_to_module_connector: Any,
+    module_to_env_connector: Any,
+    **options: Any,
+) -> AgentsActing:
+    """Modules and pipelines that act in environments with these agents, as `MultiAgentRollout` takes them.
+
+    parts      the agents by their spaces
+    env        the environments of a lane, or a description of them, for `joint_connector`
+    options    what else `AgentsActing` is made with
+
+    Raises ModuleError or ConnectorError for modules or connectors that can't be used.
+    """
+    joint = pieces_given(joint_connector, "joint_connector", env)
+    together = JointPieces(parts, joint) if joint else None
+    left = tuple(parts) if together is None else together.parts_left()
+    before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in left]
+    after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in left]
+    # With what a stateful module needs: one may be added. The pieces do nothing for others.
+    pipelines: dict[str, Any] = {
+        "env_to_module": [
+            EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=options["device"])
+            for part, pieces in zip(left, before, strict=True)
+        ],
+        "module_to_env": [
+            ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=True)
+            for part, pieces in zip(left, after, strict=True)
+        ],
+    }
+    seen = tuple(left_by(pieces, _spaces(part)) for part, pieces in zip(left, before, strict=True))
+    acted = tuple(None if pieces else part.action_space for part, pieces in zip(left, after, strict=True))
+    return AgentsActing(module, parts=left, seen=seen, acted=acted, joint=together, **pipelines, **options)
+
+
+def _spaces(part: AgentPart) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    return part.observation_space, part.action_space
+
+
+def _pieces(connector: Any, name: str, part: AgentPart) -> list[ConnectorV2]:
+    return pieces_given(connector, name, part, spaces=_spaces(part))
 
 
 def _check_modules(module: Any, mapping: AgentToModule, parts: tuple[AgentPart, ...]) -> None:

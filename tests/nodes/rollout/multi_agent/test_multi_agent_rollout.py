@@ -336,7 +336,7 @@ def test_a_module_can_act_before_agents_can_be_mapped_to_it(monkeypatch: pytest.
     add = type(rollout.module).add_module
 
     def noting(modules: Any, module_id: Any, module: Any) -> None:
-        seen.append(module_id in rollout._modules.acting)
+        seen.append(module_id in rollout._acting.acting)
         add(modules, module_id, module)
 
     monkeypatch.setattr(type(rollout.module), "add_module", noting)
