@@ -31,7 +31,7 @@ from rollflow.nodes.env.observation_check import (
 )
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
-from rollflow.stream.data.space import describe_space, is_columnar, item_of, row_of
+from rollflow.stream.data.space import is_columnar, item_of, row_of
 from rollflow.stream.data.tree import Tree, kind_of as kind_of_rows, leaves_of, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import env_seed_for
 
@@ -448,15 +448,6 @@ def _final_rows(
         return map_tree(lambda leaf: leaf[slots], final)
     each = slots.tolist()
     return last_of([map_tree(lambda leaf, i=i: leaf[i], final) for i in each], each)
-
-
-def described(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
-    """Fields of a Hello about a vector environment."""
-    return {
-        "observation_space": describe_space(env.single_observation_space),
-        "action_space": describe_space(env.single_action_space),
-        "autoreset": autoreset_mode(env).name,
-    }
 
 
 def close_failed(env: Any) -> None:

@@ -47,6 +47,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     """
 
     takes_late = True
+    steps_while_draining = False
     fragment_in: Callable[[Fragment, int, str | None], Any]
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
@@ -59,9 +60,6 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def __call__(self, turns: TurnToken) -> TurnToken | None:
         """Have the lane's host make its next fragment."""
         turns.fragment = None
-        if self.is_draining and self.remotes[turns.index].status.phase is not LanePhase.ASIDE:
-            turns.is_set_aside = True
-            return turns
         return self.hand_over(turns)
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -110,15 +108,14 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self._counts.append(LaneCount())
         return self._token(index, env.num_envs)
 
-    def set_out(self, remote: RemoteLane) -> bool:
-        """Have a lane that is waited for take its turn; True where it is to be handed over first."""
+    def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
+        """Have a lane that is waited for take its turn; another one is to be handed over first."""
         if remote.status.is_waited:
             self.ask(remote)
         elif remote.status.phase is LanePhase.LOST:
             self.supervisor.begin(remote.status, LanePhase.READY)
         else:
-            return True
-        return False
+            yield remote.lane
 
     def ask(self, remote: RemoteLane) -> None:
         index, count = remote.status.index, self._counts[remote.status.index]
@@ -165,8 +162,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self._hear(remote, answer, report, where)
         failure = report.failure
         if failure is not None:
-            logger.warning("lane %d is lost: host %s: %s", index, remote.host.name, quoted(failure))
-            status.note(failure)
+            status.note(f"host {remote.host.name}: {quoted(failure)}")
         if failure is None or fragment.num_rows:
             count.lost = None
             remote.lane.take(fragment)
@@ -205,7 +201,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         """Nothing is lost with a lane whose host left between two turns."""
         return 0
 
-    def is_given_up(self, remote: RemoteLane) -> bool:
+    def has_no_step(self, remote: RemoteLane) -> bool:
         """True where a lane makes no step: its host may come back with what was made, as long as it has not left."""
         return remote.status.phase is not LanePhase.STEPPING or self._counts[remote.status.index].is_in_vain
 

@@ -15,7 +15,7 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
-from rollflow.nodes.env.remote.host_lane import description_of, made_lanes
+from rollflow.nodes.env.remote.host_lane import made_lanes, sent_description_of
 from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
@@ -267,7 +267,7 @@ class RolloutLane:
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello."""
-        return description_of(self.env)
+        return sent_description_of(self.env)
 
     def _make(self) -> None:
         maker = self._maker

@@ -41,8 +41,6 @@ class RolloutLink(LaneLink):
     lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
     """
 
-    steps_while_draining = False
-
     def __init__(self, status: LaneStatus, maker: Any, node: Any) -> None:
         super().__init__(status, maker, node)
         self.lane: TurnToken
@@ -177,10 +175,10 @@ class RolloutLink(LaneLink):
         """Transitions that the worker has made and that are in no fragment that has come."""
         return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
 
-    def lose(self, reason: str, was: LanePhase) -> int:
+    def lose(self, reason: str) -> int:
         """Give the worker up: how many transitions are lost with it, the step that was under way among them."""
         is_making = self.status.is_waited and self._progress is not None
-        if is_making or (was is LanePhase.READY and not self._has_told):
+        if is_making or (self.status.phase is LanePhase.READY and not self._has_told):
             self.lost = reason
         self._has_told = False
         if self._progress is None or not is_making:

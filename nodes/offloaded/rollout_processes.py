@@ -26,6 +26,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     """
 
     program, link_of = "rollflow.nodes.offloaded.rollout_worker", RolloutLink
+    steps_while_draining = False
 
     def __init__(self, env: Any, **options: Any) -> None:
         self._bell = Wakeup()  # rung when there are new weights
@@ -98,7 +99,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
 
     @property
     def _links(self) -> list[RolloutLink]:
-        return [link for link in self.links if isinstance(link, RolloutLink)]
+        return [link for link in self.remotes if isinstance(link, RolloutLink)]
 
     def _packed(self, module_id: Any, version: int, weights: Weights) -> SharedBlock:
         return written_block(pack_weights(version, weights, module_id))

@@ -11,7 +11,8 @@ import numpy as np
 from rollflow.nodes.env.stepping import LaneVectorEnv
 from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
-from rollflow.nodes.env.workers.lane_server import LaneServer, error_described, failure
+from rollflow.nodes.env.workers.lane_server import LaneServer, failure
+from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.weights_codec import unpack_weights
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
@@ -106,7 +107,7 @@ class RolloutServer(LaneServer):
         if error is None:
             self._send_fragment(fragment, report)
             return b""
-        self._send_fragment(fragment, report | {"failure": error_described(error), "lost_steps": lost})
+        self._send_fragment(fragment, report | {"failure": RaisedError.of(error)._asdict(), "lost_steps": lost})
         self._rollout = None
         return b""
 

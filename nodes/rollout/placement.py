@@ -18,7 +18,7 @@ from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.remote.remote_environments import RemoteAgentEnvironments, RemoteEnvironments
 from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, RemoteRollouts
 from rollflow.nodes.env.workers.process_environments import AgentProcesses, ProcessEnvironments
-from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
+from rollflow.nodes.env.workers.thread_node import AgentThreads, ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts, import_path
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
@@ -48,6 +48,7 @@ class RolloutKind(NamedTuple):
     """
 
     inline: Callable[..., Any]
+    threads: Callable[..., Any]
     processes: Callable[..., Any]
     rollouts: Callable[..., Any]
     remote_envs: Callable[..., Any]
@@ -79,6 +80,7 @@ def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
 
 ONE_AGENT = RolloutKind(
     Environments,
+    ThreadEnvironments,
     ProcessEnvironments,
     RolloutProcesses,
     RemoteEnvironments,
@@ -91,6 +93,7 @@ ONE_AGENT = RolloutKind(
 )
 SEVERAL_AGENTS = RolloutKind(
     AgentEnvironments,
+    AgentThreads,
     AgentProcesses,
     AgentRolloutProcesses,
     RemoteAgentEnvironments,
@@ -166,10 +169,11 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
     if where in ("processes", "rollouts"):
         made = kind.processes if where == "processes" else kind.rollouts
         return made(env, workers=workers, **asked.timeouts.keywords(), **options)
-    environments = kind.inline(env, **options)
-    if where == "inline" and asked.timeouts != Timeouts() and not asked.debug:
+    if where == "threads":
+        return kind.threads(env, **asked.timeouts.keywords(), **options)
+    if asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
-    return environments if where == "inline" else ThreadEnvironments(environments, **asked.timeouts.keywords())
+    return kind.inline(env, **options)
 
 
 def _check_remote(options: RolloutOptions) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from rollflow.nodes.closing import Closing, close_all, closing_on_error, noting_in
 from rollflow.nodes.env.remote.host_lane import check_alike
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
-from rollflow.nodes.env.workers.lane_threads import LaneThreads
+from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
@@ -151,7 +151,7 @@ class Host:
         self._wait: DialWait | None = None  # for the gateway that is dialled
         self._parting: str | None = None  # the reason of that gateway
         self._lanes = lanes
-        self._threads = LaneThreads(len(lanes))
+        self._threads = [LaneThread(place) for place in range(len(lanes))]
         self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
         self._offer_session()
@@ -468,13 +468,14 @@ class Host:
         """
         busy, patience_s = self._busy_lanes(), self._limits.handshake_s
         left_s = patience_s if self._drain is None else min(patience_s, self._drain.left_s)
-        self._threads.end()
+        for thread in self._threads:
+            thread.end()
         closings: list[Closing] = []
         for place, lane in enumerate(self._lanes):
             limit_s = left_s if place in busy else patience_s
-            if not self._threads.has_ended(place, min(_QUIET_S, limit_s)):
+            if not self._threads[place].has_ended(min(_QUIET_S, limit_s)):
                 logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, limit_s)
-            if self._threads.has_ended(place, limit_s):
+            if self._threads[place].has_ended(limit_s):
                 closings.append((f"the environments of lane {place}", lane.env.close))
         close_all(closings)
 
@@ -483,7 +484,7 @@ class Host:
         place = self._place_of[request.lane]
         self._begun[place] += 1
         work = self._work_on(self._lanes[place], request)
-        self._threads.put(place, partial(self._do, place, connection, request, work))
+        self._threads[place].put(partial(self._do, place, connection, request, work))
 
     def _do(
         self, place: int, connection: wire.HostConnection, request: wire.Request, work: Callable[[], wire.Answer | None]

@@ -16,9 +16,9 @@ from rollflow.nodes.env.multi_agent.agent_environments import agent_makers, chec
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
 from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import Stepped, close_failed, described
+from rollflow.nodes.env.stepping import Stepped, close_failed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
-from rollflow.nodes.env.workers.stand_ins import agents_described
+from rollflow.nodes.env.workers.stand_ins import description_of
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree
@@ -79,7 +79,7 @@ class HostLane:
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello. Raises EnvError where agents' ids can't be sent."""
-        return description_of(self.env if self._has_several else self.env.env)
+        return sent_description_of(self.env if self._has_several else self.env.env)
 
     def answer(self, request: Reset | Step) -> Rows | AgentRows:
         """Step or reset; the rows. Raises what the environments raise."""
@@ -168,12 +168,10 @@ def _cast(like: NDArray[Any], values: Any) -> Any:
     return array.astype(like.dtype, copy=False) if np.can_cast(array.dtype, like.dtype, "same_kind") else values
 
 
-def description_of(env: Any) -> dict[str, Any]:
+def sent_description_of(env: Any) -> dict[str, Any]:
     """Fields of a Hello about a vector environment, or `LaneEnvs`. Raises EnvError where agents' ids can't be sent."""
-    if not isinstance(env, LaneEnvs):
-        return described(env)
-    fields = agents_described(env)
-    return fields | {"agents": tuple(map(_sent, fields["agents"]))}
+    fields = description_of(env)
+    return fields | {"agents": tuple(map(_sent, fields["agents"]))} if "agents" in fields else fields
 
 
 def made_lanes(

@@ -1,23 +1,20 @@
 """Hosts of lanes: taken in by a gateway, asked, heard, given up and awaited, as they come and go."""
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane, environments_on
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor, RaisedError
-from rollflow.nodes.env.workers.supervised_source import L, SupervisedSource
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
+from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import NoFragment
-from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request, Reset
 
@@ -26,12 +23,11 @@ _MOST_FAREWELLS = 16
 logger = logging.getLogger(__name__)
 
 
-class HostedNode(SupervisedSource):
+class HostedNode(LanesElsewhere):
     """A node whose lanes are on hosts that a gateway takes in.
 
     role           of the hosts
     takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
-    remotes        lanes on hosts, in the order in which they came
     gateway        which the hosts are connected to
 
     A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
@@ -47,24 +43,20 @@ class HostedNode(SupervisedSource):
     """
 
     has_fixed_lanes = False
+    late_suffix = ", the resets after ended episodes included"
     role: str
     takes_late = False
+    remotes: list[RemoteLane]
     _step_request: Any
     _record_first: Any
     num_envs: int
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
-        self.remotes: list[RemoteLane] = []
-        suffix = ", the resets after ended episodes included"
-        itself: Any = weakref.proxy(self)  # which holds the supervisor
-        limits = LaneLimits.taken_from(options)
-        self.supervisor = LaneSupervisor(limits, lambda lane: itself.progress(lane), suffix=suffix)
         self.join_timeout, self._supply = env.join_timeout, env.supply
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacancy: HostWait | None = None  # while there is no lane
         self.gateway = Gateway(env, self.role)
-        with closing_on_error(lambda: self.gateway.close("the rollout could not be made")):
-            super().__init__(env, **options)
+        super().__init__(env, **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """Wait for the first hosts: what is known of their environments, lane by lane.
@@ -93,23 +85,7 @@ class HostedNode(SupervisedSource):
                 yield from self._set_out(remote)
             else:
                 remote.status.note(f"host {remote.host.name} left before the first step")
-                yield self._leave(remote)
-
-    def hand_over(self, lane: L) -> L | None:
-        """Have a lane's host do what the lane was handed over for; the lane itself, where its host has left."""
-        remote = self.remotes[lane.index]
-        if remote.status.phase is LanePhase.ASIDE:  # while the lane was somewhere else: no step is under way
-            self.supervisor.lost_steps += self.lose_idle(remote)
-            self._leave(remote)
-            return lane
-        self.supervisor.wait_for(remote.status)
-        if remote.status.phase is not LanePhase.LOST:  # else it is asked when it begins anew
-            self.ask(remote)
-        return None
-
-    def hasten(self) -> None:
-        """Have lanes come back that make no step: no more will be asked for."""
-        self.supervisor.is_draining = True
+                yield from self._leave(remote)
 
     def fileno(self) -> int:
         """A descriptor that can be read once a host has something to say."""
@@ -125,23 +101,6 @@ class HostedNode(SupervisedSource):
             left.append(_LOOK_S)  # whether a host has been lost
         return min((seconds for seconds in left if seconds is not None), default=None)
 
-    def _completed(self) -> Iterator[Any]:
-        self.gateway.service()
-        for event in self.gateway.news():
-            self.note(event)
-            yield from self._heard(event)
-        for index, text in self.supervisor.deadlines.overdue().items():
-            remote = self.remotes[index]
-            if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
-                self.supervisor.deadlines.end(index)
-            else:
-                yield from self._late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
-        for status in self.supervisor.due():
-            yield from self._set_out(self.remotes[status.index])
-        self._check_vacancy()
-        if self.supervisor.is_draining:
-            yield from self._given_up()
-
     def describe(self) -> str:
         """Lanes, slots and the names of the hosts, for `explain()`."""
         return f"{super().describe()}, on {self.gateway.describe()}"
@@ -150,24 +109,36 @@ class HostedNode(SupervisedSource):
         """What is known here of every lane that is waited for. From any thread."""
         if self._vacancy is not None:
             yield Wait(name, "away", "has no host left, and waits for others", remedy="start a host")
-        for remote in list(self.remotes):
-            if remote.status.is_waited:
-                yield self._wait_for(remote, name)
+        yield from super().at_work(name)
 
     @property
     def lanes_at_work(self) -> set[int]:
         """Numbers of the lanes that make steps, or should, whose hosts are there. From any thread."""
-        return {
-            each.status.index for each in list(self.remotes) if each.status.is_at_work and each.host.lost_at is None
-        }
+        return {index for index in super().lanes_at_work if self.remotes[index].host.lost_at is None}
 
-    def close(self) -> None:
-        """Say goodbye to the hosts, and release the memory."""
-        self.is_closed = True
-        try:
-            self.gateway.close()
-        finally:
-            self._release()
+    # For `LanesElsewhere`
+
+    def _heard(self) -> Iterator[Any]:
+        self.gateway.service()
+        for event in self.gateway.news():
+            self.note(event)
+            yield from self._took(event)
+        self._check_vacancy()
+
+    def _late(self, remote: RemoteLane, text: str) -> Iterator[Any]:
+        """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
+        status = remote.status
+        if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
+            self.supervisor.deadlines.end(status.index)
+        elif status.phase is LanePhase.LATE:
+            self._lost(remote, f"{status.reason}, nor since")
+            yield from self._leave(remote)
+        else:
+            self.late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
+            self.supervisor.begin(status, LanePhase.LATE)
+
+    def _end(self) -> None:
+        self.gateway.close("the rollout has ended" if self.is_closed else "the rollout could not be made")
 
     # What subclasses ask for
 
@@ -180,25 +151,6 @@ class HostedNode(SupervisedSource):
         """Take a lane out of flight: the lane, as it goes round."""
         self.supervisor.come_back(remote.status)
         return remote.lane
-
-    def give_up(self, remote: RemoteLane, reason: str, traceback: str = "") -> None:
-        """End a lane's open episodes."""
-        status = remote.status
-        self.supervisor.deadlines.end(status.index)
-        status.note(reason)
-        self.supervisor.lost_steps += self.lose(remote, reason)
-        logger.warning("lane %d is lost: %s", status.index, reason)
-        if traceback:  # for people, and the host has logged its own
-            logger.debug("lane %d, on its host:\n%s", status.index, traceback)
-
-    def begin_anew_or_leave(self, remote: RemoteLane) -> Iterator[Any]:
-        """Have a lane that was lost begin anew after a while, longer each time; after too many times it leaves."""
-        status = remote.status
-        self.supervisor.fail(status)
-        if status.phase is LanePhase.ASIDE:
-            logger.error("lane %d leaves, lost %d times in a row: %s", status.index, status.failures, status.reason)
-            self._farewells.append((f"lane {status.index}", status.reason))
-            yield self._leave(remote)
 
     def lanes_of(self, host: RemoteHost) -> list[RemoteLane]:
         """A host's lanes; one that came when the rollout was ending has been given none."""
@@ -219,8 +171,8 @@ class HostedNode(SupervisedSource):
         phase = self.supervisor.lanes[lane].phase
         return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
 
-    def set_out(self, remote: RemoteLane) -> bool:
-        """Have a lane begin, or begin anew after it was lost; True where it comes back at once."""
+    def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
+        """Have a lane begin, or begin anew after it was lost: the lane, where it comes back at once."""
         status = remote.status
         seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, status.starts))
         status.starts += 1
@@ -228,7 +180,7 @@ class HostedNode(SupervisedSource):
             self.supervisor.wait_for(status)
         number = self.gateway.next_number(status.index)
         self.request(remote, Reset(status.index, number, seeds, None), LanePhase.RESETTING)
-        return False
+        return iter(())
 
     def ask(self, remote: RemoteLane) -> None:
         """Have a lane's host do what the lane was handed over for."""
@@ -257,7 +209,7 @@ class HostedNode(SupervisedSource):
 
     def late(self, remote: RemoteLane, reason: str) -> None:
         """Deal with a lane that has not come back in time, for the first time."""
-        self.give_up(remote, reason)
+        self._lost(remote, reason)
 
     def lose(self, remote: RemoteLane, reason: str) -> int:
         """End what is open in a lane that is lost: how many transitions are lost with it."""
@@ -265,12 +217,7 @@ class HostedNode(SupervisedSource):
             return 0
         return int(remote.lane.lose(reason, is_under_way=not remote.host.has_drained))
 
-    def lose_idle(self, remote: RemoteLane) -> int:
-        """The same of a lane whose host left while the lane was elsewhere."""
-        return int(remote.lane.lose(remote.status.reason, is_under_way=False))
-
-    def is_given_up(self, remote: RemoteLane) -> bool:
-        """True where a lane is not waited for any more, as the rollout is ending."""
+    def has_no_step(self, remote: RemoteLane) -> bool:
         return remote.status.phase is not LanePhase.STEPPING or remote.host.lost_at is not None
 
     # Hosts
@@ -299,7 +246,7 @@ class HostedNode(SupervisedSource):
                 raise EnvError(f"{came}, {self.gateway.waited_for()}").see("hosts")
         return hosts
 
-    def _heard(self, event: HostEvent) -> Iterator[Any]:
+    def _took(self, event: HostEvent) -> Iterator[Any]:
         match event.kind:
             case "answered":
                 yield from self._answered(event.what)
@@ -328,8 +275,9 @@ class HostedNode(SupervisedSource):
         elif isinstance(answer, Failed):
             self.failed(remote, answer)
             where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
-            reason = f"host {remote.host.name}: {answer.type}: {answer.text}{where}"
-            self.give_up(remote, reason, answer.traceback)
+            self.give_up(remote, f"host {remote.host.name}: {answer.type}: {answer.text}{where}")
+            if answer.traceback:  # for people, and the host has logged its own
+                logger.debug("lane %d, on its host:\n%s", status.index, answer.traceback)
             yield from self.begin_anew_or_leave(remote)
         else:
             yield from self.take(remote, answer)
@@ -355,10 +303,15 @@ class HostedNode(SupervisedSource):
         for remote in self.lanes_of(host):
             if remote.status.phase is LanePhase.ASIDE:
                 continue
-            self.give_up(remote, f"host {host.name}: {reason}")
+            self._lost(remote, f"host {host.name}: {reason}")
             self.supervisor.set_aside(remote.status)
             if remote.status.is_waited:
-                yield self._leave(remote)
+                yield from self._leave(remote)
+
+    def _lost(self, remote: RemoteLane, reason: str) -> None:
+        """Give a lane up that does not begin anew now."""
+        self.give_up(remote, reason)
+        logger.warning("lane %d is lost: %s", remote.status.index, reason)
 
     # Lanes
 
@@ -368,27 +321,12 @@ class HostedNode(SupervisedSource):
         self.remotes.append(RemoteLane(self.supervisor.add(LanePhase.READY), lane, host, env.num_envs, first_slot))
         return self.remotes[-1]
 
-    def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
-        if self.set_out(remote):
-            yield remote.lane
-
-    def _late(self, remote: RemoteLane, reason: str) -> Iterator[Any]:
-        """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
-        status = remote.status
-        if status.phase is LanePhase.LATE:
-            self.give_up(remote, f"{status.reason}, nor since")
+    def _leave(self, remote: RemoteLane) -> Iterator[Any]:
+        host, status = remote.host, remote.status
+        self.supervisor.set_aside(status)
+        if self.gateway.hosts.get(host.session.token) is host:
             self._farewells.append((f"lane {status.index}", status.reason))
-            yield self._leave(remote)
-            return
-        self.late(remote, reason)
-        self.supervisor.begin(status, LanePhase.LATE)
-
-    def _leave(self, remote: RemoteLane) -> Any:
-        """Let the lane go round for the last time."""
-        self.supervisor.set_aside(remote.status)
-        if remote.status.is_waited:
-            self.supervisor.come_back(remote.status)
-        remote.has_left = remote.lane.is_set_aside = True
+        remote.has_left = True
         self._part_absent()
         is_last = all(each.has_left for each in self.remotes)
         if is_last:
@@ -397,26 +335,26 @@ class HostedNode(SupervisedSource):
                 self._vacancy.warn("no lane is left", self.gateway.waited_for())
             self.supervisor.in_flight += 1  # hosts that may come
         self.listener.lane_left(remote.lane, is_last)
-        return remote.lane
+        yield from super()._leave(remote)
 
-    def _wait_for(self, remote: RemoteLane, name: str) -> Wait:
-        """The wait of the node `name` for one lane on a host, as far as it is known here."""
+    def _waits_for(self, remote: RemoteLane, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
         host, index = remote.host, remote.status.index
         where = f"lane {index}, host {host.name}"
         if host.lost_at is not None:
-            age = max(0.0, monotonic() - host.lost_at)
-            return Wait(name, "away", "has lost the connection to its host", mark=host.lost_at, age_s=age, where=where)
-        progress, began = self.progress(index), self.supervisor.deadlines.began.get(index)  # None: it was not asked yet
+            age_s = max(0.0, monotonic() - host.lost_at)
+            yield Wait(name, "away", "has lost the connection to its host", mark=host.lost_at, age_s=age_s, where=where)
+            return
+        progress = self.progress(index)
         call = call_under_way(
             remote.lane,
             progress,
             party=name,
             mark=(began, progress[0]),
-            age_s=0.0 if began is None else max(0.0, backoff.times.clock() - began),
+            age_s=age_s,
             where=where,
             remedy="look at the log of the host, or run rollflow doctor PID there; Timeouts(step=…) gives the lane up",
         )
-        return replace(call, doing=f"has no answer to {call.doing.removeprefix('is in ')}")
+        yield replace(call, doing=f"has no answer to {call.doing.removeprefix('is in ')}")
 
     def _part_absent(self) -> list[NoFragment]:
         """Have the reader's rounds go on without the lanes of hosts that are away, as long as others are there.
@@ -436,11 +374,12 @@ class HostedNode(SupervisedSource):
         return absent
 
     def _check_vacancy(self) -> None:
+        if self.supervisor.is_draining:
+            self._fill_vacancy()
         if self._vacancy is None:
             return
-        if not self.supervisor.is_draining:
-            self._check_supply(is_first=False)
-            self._vacancy.remind("no lane is left", self.gateway.waited_for())
+        self._check_supply(is_first=False)
+        self._vacancy.remind("no lane is left", self.gateway.waited_for())
         if self._vacancy.is_over:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells)
             who = "every lane has left, though hosts are here," if self.gateway.hosts else "every host has left"
@@ -454,13 +393,3 @@ class HostedNode(SupervisedSource):
         if self._vacancy is not None:
             self._vacancy = None
             self.supervisor.in_flight -= 1
-
-    def _given_up(self) -> Iterator[Any]:
-        """The lanes that make no step, or whose hosts are not there."""
-        self._fill_vacancy()
-        for remote in self.remotes:
-            if remote.status.is_waited and self.is_given_up(remote):
-                self.give_up(remote, f"the rollout ended: {remote.status.reason or 'no host'}")
-                self.supervisor.give_back(remote.status)
-                remote.lane.is_set_aside = True
-                yield remote.lane

@@ -1,10 +1,9 @@
 """One lane whose environments are in a worker process, seen from here: its socket, and the frames over it."""
 
 import abc
-import os
 import selectors
 import socket
-from collections import deque
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
-from rollflow.stream.net.descriptor_transport import Descriptor
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 
 
@@ -31,19 +30,13 @@ class LaneLink(abc.ABC):
     maker     what its environments are made by, pickled
     node      that the lane is of
     lane      the lane as it goes round; set before the first reset
-
-    steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
     """
-
-    steps_while_draining = True
 
     def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
         self.status, self.index = status, status.index
         self.node: Any = node
         self.lane: Any = None
         self.sock: socket.socket | None = None
-        self._selector: selectors.BaseSelector | None = None
-        self._kept: deque[tuple[bytes, Descriptor | None]] = deque()  # frames for which the socket has no room yet
         self._maker = _pickled(maker, status.index)
         self._reader = FrameReader()
         self._activity = ActivityFlag()
@@ -97,7 +90,7 @@ class LaneLink(abc.ABC):
     @property
     def has_no_step(self) -> bool:
         """True where the lane would have to be made or reset before it could come back with a step."""
-        return self.status.phase in (LanePhase.LOST, LanePhase.MAKING, LanePhase.MADE, LanePhase.RESETTING)
+        return self.status.phase is not LanePhase.STEPPING
 
     @property
     def progress(self) -> tuple[int, Activity]:
@@ -134,9 +127,9 @@ class LaneLink(abc.ABC):
         """Take an error that the worker told of: how many transitions are lost by it, those of `lose` left out."""
         return 0
 
-    def lose(self, reason: str, was: LanePhase) -> int:
-        """End what is open in a lane that is lost, and was in phase `was`: how many transitions are lost."""
-        return int(self.lane.lose(reason)) if was is LanePhase.STEPPING else 0
+    def lose(self, reason: str) -> int:
+        """End what is open in a lane that is lost: how many transitions are lost."""
+        return int(self.lane.lose(reason)) if self.status.phase is LanePhase.STEPPING else 0
 
     def lose_idle(self, reason: str) -> int:
         """End what is open in a lane that was lost while it was somewhere else: how many transitions are lost."""
@@ -148,17 +141,20 @@ class LaneLink(abc.ABC):
     # The socket
 
     def connect(self, sock: socket.socket, selector: selectors.BaseSelector, handler: Callable[..., Any]) -> None:
-        """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
-        sock.setblocking(False)
+        """Take the socket to a new process, and have it watched: the selector gives the handler with its events.
+
+        Frames are small and few, so that there is room for them unless the process is stopped.
+        """
+        seconds, rest = divmod(backoff.times.close_s, 1.0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
         selector.register(sock, selectors.EVENT_READ, handler)
-        self.sock, self._selector, self._reader = sock, selector, FrameReader()
+        self.sock, self._reader = sock, FrameReader()
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Have the socket watched no more, and drop what is still to be sent."""
+        """Have the socket watched no more."""
         if self.sock is not None:
             selector.unregister(self.sock)
-            self.sock = self._selector = None
-            self._kept.clear()
+            self.sock = None
             self._activity = ActivityFlag()
 
     def make(self) -> None:
@@ -176,44 +172,21 @@ class LaneLink(abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame and its descriptor as soon as there is room. Where the worker has gone, `receive` says so."""
-        if self._kept or not self._is_sent(data, fd):
-            self._kept.append((data, None if fd < 0 else Descriptor(os.dup(fd))))
-            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def send_kept(self) -> None:
-        """Send of what is kept as much as there is room for now."""
-        if not self._kept:
-            return
-        while self._kept:
-            data, descriptor = self._kept[0]
-            if not self._is_sent(data, -1 if descriptor is None else descriptor.fd):
-                return
-            self._kept.popleft()
-        self._watch(selectors.EVENT_READ)
-
-    def _is_sent(self, data: bytes, fd: int) -> bool:
-        """Whether there was room for a frame, which is too small to be cut, or nobody will read it."""
+        """Send a frame and its descriptor. Where the worker has gone, or takes none, `receive` says so."""
         assert self.sock is not None
         try:
             _ = self.sock.send(data) if fd < 0 else socket.send_fds(self.sock, [data], [fd])
-        except BlockingIOError:
-            return False
         except (BrokenPipeError, ConnectionResetError):
             pass
-        return True
-
-    def _watch(self, events: int) -> None:
-        assert self.sock is not None
-        assert self._selector is not None
-        self._selector.modify(self.sock, events, self._selector.get_key(self.sock).data)
+        except BlockingIOError:
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
         if self.sock is None:
             return None
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, MOST_FDS)
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, MOST_FDS, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         except OSError:
@@ -232,15 +205,8 @@ def _pickled(maker: Any, lane: int) -> bytes:
     return pickled
 
 
-def raised_in_worker(failure: Mapping[str, Any]) -> RaisedError:
-    """The error that a worker's answer tells of, in words."""
-    fields = {name: failure[name] for name in ("type", "text", "notes", "traceback")}
-    return RaisedError(**fields, where="in a worker process")
-
-
-def refusal(failure: Mapping[str, Any], link: LaneLink) -> Exception:
+def refusal(raised: RaisedError, link: LaneLink) -> Exception:
     """The error that a worker's answer tells of: one of ours as it is, another as an EnvError or a RunError."""
-    raised = raised_in_worker(failure)
     kind, text = getattr(errors, raised.type, None), raised.text
     if kind is None:
         kind = EnvError if link.status.phase is LanePhase.MAKING else RunError

@@ -12,7 +12,6 @@ import selectors
 import signal
 import socket
 import threading
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +20,17 @@ import numpy as np
 from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
 from rollflow.nodes.env.multi_agent.multi_agent_env import AgentInfos
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, close_failed, described, takes_one_seed
+from rollflow.nodes.env.stepping import Stepped, close_failed, takes_one_seed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame_with, lane_block, receive_frame
-from rollflow.nodes.env.workers.stand_ins import agents_described
+from rollflow.nodes.env.workers.lane_supervisor import RaisedError
+from rollflow.nodes.env.workers.stand_ins import description_of
 from rollflow.nodes.env.workers.watch import ActivityFlag
 from rollflow.nodes.env.workers.worker_process import become_worker
 from rollflow.stream.data.blocks import BlockLayout, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError
+from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.data.system import system_module
 from rollflow.stream.data.tree import map_tree
@@ -113,16 +113,16 @@ class LaneServer:
         if self._has_several:
             self._infos = InfoCodec(self._env.possible_agents, maker.first_env)
         self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
-        return frame_with(FrameKind.READY, self._describe(self._env))
+        return frame_with(FrameKind.READY, self._description())
 
-    def _describe(self, envs: LaneVectorEnv | LaneEnvs) -> bytes:
+    def _description(self) -> bytes:
         """The payload that describes the environments. Raises EnvError for agents that have no packed form."""
-        if isinstance(envs, LaneEnvs):
-            fields = agents_described(envs)
+        if self._has_several:
+            fields = description_of(self._env)
         else:
-            fields = described(envs.env) | {"takes_one_seed": takes_one_seed(envs.env)}
+            fields = description_of(self._env.env) | {"takes_one_seed": takes_one_seed(self._env.env)}
         try:
-            return pack(fields | {"num_envs": envs.num_envs}, "the environments")
+            return pack(fields | {"num_envs": self._env.num_envs}, "the environments")
         except ColumnError as error:
             raise EnvError(str(error)) from error
 
@@ -209,20 +209,9 @@ class LaneServer:
             self.sock.close()
 
 
-def error_described(error: Exception) -> dict[str, Any]:
-    """An error, in words."""
-    return {
-        "type": type(error).__name__,
-        "text": str(error),
-        "notes": list(getattr(error, "__notes__", [])),
-        "traceback": "".join(traceback.format_exception(error)),
-        "is_refusal": isinstance(error, RollflowError),
-    }
-
-
 def failure(error: Exception, **more: Any) -> bytes:
     """The frame that tells of an error."""
-    return frame_with(FrameKind.FAILED, pack(error_described(error) | more))
+    return frame_with(FrameKind.FAILED, pack(RaisedError.of(error)._asdict() | more))
 
 
 def end_with_parent(fd: int) -> None:

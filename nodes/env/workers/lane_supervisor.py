@@ -1,18 +1,21 @@
 """Lane supervisor: which lanes are in flight, late, lost, to begin anew or set aside. It does no I/O.
 
-The nodes do the talking: `WorkerNode` with worker processes, `HostedNode` with other hosts.
+The nodes do the talking: see `LanesElsewhere`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env.workers.watch import ProgressMark, ProgressWatch
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, RollflowError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import pause_s
 from rollflow.stream.observe.waits import LastError
+
+MAX_FAILURES = 5  # losses in a row that a lane may have; with one more it is set aside
 
 
 class LanePhase(Enum):
@@ -28,34 +31,30 @@ class LanePhase(Enum):
     ASIDE = auto()  # for good; answers are not heard any more
 
 
-class LaneLimits(NamedTuple):
-    """Patience with lanes.
-
-    step_timeout, reset_timeout    seconds until a lane is late; None: never. See `ProgressWatch`
-    max_failures                   losses in a row that a lane may have; with one more it is set aside
-    """
-
-    step_timeout: float | None = 60.0
-    reset_timeout: float | None = 120.0
-    max_failures: int = 5
-
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> "LaneLimits":
-        """Limits out of a node's keywords, which keep the others."""
-        return cls(**{name: options.pop(name) for name in cls._fields if name in options})
-
-
 class RaisedError(NamedTuple):
     """Error that the environments of a lane raised elsewhere, in words.
 
-    where    place that they raised in, such as "in a worker process"
+    where         place that they raised in, such as "in a worker process"
+    is_refusal    whether it is one of rollflow's own
     """
 
     type: str
     text: str
     notes: Sequence[str]
     traceback: str
-    where: str
+    where: str = "in a worker process"
+    is_refusal: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> "RaisedError":
+        """An error of this worker process."""
+        notes, told = list(getattr(error, "__notes__", [])), "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, str(error), notes, told, is_refusal=isinstance(error, RollflowError))
+
+    @classmethod
+    def in_fields(cls, fields: Mapping[str, Any]) -> "RaisedError":
+        """The error that a worker's answer tells of."""
+        return cls(*(fields[name] for name in cls._fields))
 
     def add_notes_to(self, error: Exception, lane: int) -> None:
         """Add the notes and the traceback to an error that is raised here."""
@@ -110,9 +109,9 @@ class LaneStatus:
 class LaneSupervisor:
     """State machine of all lanes of a node that steps them elsewhere.
 
-        limits      patience with lanes
-        progress    gives the count by which a lane shows that it gets on, and its activity
-        suffix      what a step's time includes, in the texts of late lanes
+        progress                       gives the count by which a lane shows that it gets on, and its activity
+        step_timeout, reset_timeout    seconds until a lane is late; None: never. See `ProgressWatch`
+        suffix                         what a step's time includes, in the texts of late lanes
 
         lanes          state of every lane, by its number
         deadlines      of the lanes that are waited for
@@ -124,14 +123,21 @@ class LaneSupervisor:
     Each loss in a row doubles the pause before the lane begins anew; vector steps of a whole fragment forgive them.
     """
 
-    def __init__(self, limits: LaneLimits, progress: Callable[[int], ProgressMark], suffix: str = "") -> None:
+    def __init__(
+        self,
+        progress: Callable[[int], ProgressMark],
+        *,
+        step_timeout: float | None = 60.0,
+        reset_timeout: float | None = 120.0,
+        suffix: str = "",
+    ) -> None:
         self.lanes: list[LaneStatus] = []
         self.in_flight = self.lost_steps = 0
         self.set_aside_texts: list[str] = []
         self.is_draining = False
-        self.limits = limits
+        self.reset_timeout = reset_timeout
         self._lost: dict[int, LaneStatus] = {}  # those that are LOST
-        self.deadlines = ProgressWatch(limits.step_timeout, limits.reset_timeout, progress, suffix=suffix)
+        self.deadlines = ProgressWatch(step_timeout, reset_timeout, progress, suffix=suffix)
 
     def add(self, phase: LanePhase) -> LaneStatus:
         """Take in another lane, which has the next number."""
@@ -177,7 +183,8 @@ class LaneSupervisor:
     def give_back(self, status: LaneStatus) -> None:
         """Take a lane out of flight for good: it goes on in the ring once more, and never begins anew."""
         self.set_aside(status)
-        self.come_back(status)
+        if status.is_waited:
+            self.come_back(status)
 
     # Losses
 
@@ -186,7 +193,7 @@ class LaneSupervisor:
         status.failures += 1
         status.steps = 0
         self.deadlines.end(status.index)
-        if status.failures > self.limits.max_failures:
+        if status.failures > MAX_FAILURES:
             self.set_aside(status)
             text = f"lane {status.index} is set aside, lost {status.failures} times in a row: {status.reason}"
             self.set_aside_texts.append(text)
@@ -242,5 +249,5 @@ class LaneSupervisor:
         if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.lanes):
             return
         reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self.lanes)
-        times = self.limits.max_failures + 1
+        times = MAX_FAILURES + 1
         raise EnvError(f"every lane was lost {times} times in a row, the last time by: {reasons}").see("worker")

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
+from rollflow.nodes.env.stepping import autoreset_mode
 from rollflow.stream.data.space import describe_space, space_of
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
@@ -64,15 +65,18 @@ def stand_in_for(description: Mapping[str, Any]) -> Any:
     return RemoteVectorEnv(description) if description.get("agents") is None else RemoteAgentEnvs(description)
 
 
-def agents_described(envs: LaneEnvs) -> dict[str, Any]:
-    """Fields of a Hello about environments with several agents; `stepping.described` has those about a vector env."""
-    part_of = {agent: place for place, part in enumerate(envs.parts) for agent in part.agents}
+def description_of(env: VectorEnv[Any, Any, Any] | LaneEnvs) -> dict[str, Any]:
+    """Fields of a Hello about a vector environment, or environments with several agents."""
+    if isinstance(env, VectorEnv):
+        spaces = describe_space(env.single_observation_space), describe_space(env.single_action_space)
+        return {"observation_space": spaces[0], "action_space": spaces[1], "autoreset": autoreset_mode(env).name}
+    part_of = {agent: place for place, part in enumerate(env.parts) for agent in part.agents}
     return {
-        "observation_space": _tuple_of([part.observation_space for part in envs.parts]),
-        "action_space": _tuple_of([part.action_space for part in envs.parts]),
+        "observation_space": _tuple_of([part.observation_space for part in env.parts]),
+        "action_space": _tuple_of([part.action_space for part in env.parts]),
         "autoreset": "SAME_STEP",
-        "agents": tuple(envs.possible_agents),
-        "parts": tuple(part_of[agent] for agent in envs.possible_agents),
+        "agents": tuple(env.possible_agents),
+        "parts": tuple(part_of[agent] for agent in env.possible_agents),
     }
 
 

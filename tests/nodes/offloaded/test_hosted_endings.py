@@ -105,7 +105,7 @@ def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) 
             await_held(tmp_path, 0)
         await_that(lambda: host._lanes[0].session.grant is None)
         let_go(tmp_path, 0)
-        [jobs] = host._threads._jobs
+        jobs = host._threads[0]._jobs
         await_that(lambda: not jobs.qsize() and host._lanes[0].env.envs[0].life == 5)
     check_counts([], rollout)
     assert host._lanes[0].env.envs[0].life == 5

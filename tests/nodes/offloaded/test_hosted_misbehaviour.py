@@ -304,9 +304,9 @@ def test_one_that_fails_every_turn_leaves(caplog: pytest.LogCaptureFixture) -> N
             turn = raw.next_turn_beside(fragments, taken)
             raw.connection.answer(turn, Failed(turn.lane, turn.number, "Nope", "never", ("at all",), ""))
             raw.flush()
-        taken += taken_until(fragments, lambda more: "leaves" in caplog.text)
+        taken += taken_until(fragments, lambda more: "is set aside" in caplog.text)
         others_go_on(rollout, fragments, taken)
-    assert "lane 1 leaves, lost 6 times in a row: host raw" in caplog.text
+    assert "lane 1 is set aside, lost 6 times in a row: host raw" in caplog.text
     assert "Nope: never (at all)" in caplog.text
 
 

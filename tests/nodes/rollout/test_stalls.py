@@ -159,7 +159,7 @@ def test_a_reader_that_holds_its_batch_is_no_stall_and_diagnose_says_for_how_lon
 
 def test_a_worker_that_is_stopped_is_named_with_its_process(tmp_path: Path) -> None:
     rollout = holding("processes", tmp_path)
-    pid = rollout.environments._workers[0].pid
+    pid = rollout.environments._workers[0].process.pid
 
     def go_on() -> None:
         os.kill(pid, signal.SIGCONT)
@@ -211,7 +211,7 @@ class WithoutEnd(NumberedEnv):
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_a_worker_that_hangs_in_c_code_gives_its_stack_too(where: str, tmp_path: Path) -> None:
     rollout = Rollout(lambda: WithoutEnd(tmp_path), module=NumberedModule(), **OPTIONS, **PLACES[where])
-    pid = rollout.environments._workers[0].pid
+    pid = rollout.environments._workers[0].process.pid
     with being_read(rollout, partial(os.kill, pid, signal.SIGKILL)):
         await_file(tmp_path / "hangs")
         await_blocker(rollout, "rollouts" if where == "rollouts" else "env")

@@ -84,7 +84,7 @@ def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
 def test_close_without_start_closes_the_environments(where: Any) -> None:
     envs, makers = numbered_envs(2)
     rollout: Any = Rollout(makers, module=NumberedModule(), **PLACES[where])
-    workers = [] if where == "inline" else list(rollout.environments._workers.values())
+    workers = [] if where == "inline" else [each.process for each in rollout.environments._workers]
     rollout.close()
     rollout.close()
     assert rollout.environments.is_closed

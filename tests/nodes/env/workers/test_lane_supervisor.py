@@ -1,7 +1,6 @@
 """The state machine of lanes by itself, whatever nodes do with it: every lane is somewhere, and comes back once."""
 
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from hypothesis import settings, strategies as st
@@ -9,12 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from property_examples import examples
 
 from rollflow.nodes.env.workers import watch
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor, RaisedError
+from rollflow.nodes.env.workers.lane_supervisor import MAX_FAILURES, LanePhase, LaneStatus, LaneSupervisor, RaisedError
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.stream import EnvError
 from rollflow.stream.net import backoff
 
-MOST = 3  # losses in a row
 LENGTH = 2  # vector steps in a fragment
 TIMEOUT_S, RESET_TIMEOUT_S = 8.0, 16.0
 numbers = st.integers(0, 3)
@@ -29,7 +27,7 @@ class Lanes(RuleBasedStateMachine):
         self.now = 0.0
         self.waits = ExitStack()
         self.waits.enter_context(backoff.waiting(clock=lambda: self.now))
-        self.supervisor = LaneSupervisor(LaneLimits(TIMEOUT_S, RESET_TIMEOUT_S, MOST), self.progress)
+        self.supervisor = LaneSupervisor(self.progress, step_timeout=TIMEOUT_S, reset_timeout=RESET_TIMEOUT_S)
         self.out: dict[int, int] = {}  # by lane: how often it has come back and not been handed over since
 
     def progress(self, lane: int) -> watch.ProgressMark:
@@ -83,7 +81,7 @@ class Lanes(RuleBasedStateMachine):
         before = lane.failures
         self.supervisor.fail(lane)
         assert (lane.failures, lane.steps) == (before + 1, 0)
-        assert (lane.phase is LanePhase.ASIDE) == (lane.failures > MOST)
+        assert (lane.phase is LanePhase.ASIDE) == (lane.failures > MAX_FAILURES)
         if lane.phase is LanePhase.LOST:
             assert lane.due - self.now == pytest.approx(backoff.times.first_pause_s * 2**before)  # it grows
         if lane.is_waited and (lane.phase is LanePhase.ASIDE or self.supervisor.is_draining):
@@ -150,8 +148,8 @@ Lanes.TestCase.settings = settings(max_examples=examples(100), stateful_step_cou
 TestLanes = Lanes.TestCase
 
 
-def supervisor_of(count: int, **limits: Any) -> LaneSupervisor:
-    supervisor = LaneSupervisor(LaneLimits(**limits), lambda lane: (0, Activity.STEP))
+def supervisor_of(count: int) -> LaneSupervisor:
+    supervisor = LaneSupervisor(lambda lane: (0, Activity.STEP))
     for _ in range(count):
         supervisor.add(LanePhase.READY)
     return supervisor

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -15,7 +16,7 @@ from rollflow.nodes import RandomModule
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag
-from rollflow.nodes.env.workers.worker_node import _progress_of
+from rollflow.nodes.env.workers.worker_node import Worker, WorkerNode
 
 BOX = gym.spaces.Box(-1, 1, (1,))
 
@@ -76,7 +77,7 @@ class Link(LaneLink):
 
 def test_a_lane_that_waits_for_its_turn_has_the_time_of_the_lane_that_has_it() -> None:
     links = [Link(0, LanePhase.RESETTING), Link(1, LanePhase.STEPPING)]
-    progress = partial(_progress_of, links, [[links[1]], [links[0]]])
+    progress = partial(WorkerNode.progress, Mock(remotes=links, _worker_of=[Worker(links)] * 2))
     assert progress(1) == (1, Activity.STEP)
     links[0].flag.set_at_work(True)
     waits = progress(1)

@@ -13,9 +13,8 @@ from hypothesis import given, strategies as st
 from numbered_env import NumberedEnv
 
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, nothing
-from rollflow.nodes.env.workers.supervised_source import SupervisedSource
+from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressWatch
 from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.net.backoff import waiting
@@ -83,13 +82,14 @@ def test_a_call_takes_its_time_on_the_clock_of_waits_and_its_span_is_on_that_of_
     forward: Callable[[float], None],
 ) -> None:
     watched, lane = ProgressWatch(9.0, 9.0, lambda lane: (0, Activity.STEP)), Mock(index=0, is_set_aside=False)
-    source = Mock(supervisor=Mock(deadlines=watched), progress=watched._at, call_times=CallTimes())
+    source = Mock(supervisor=Mock(deadlines=watched), remotes=[Mock(status=lane)], call_times=CallTimes())
     source._completed = lambda: [lane]
+    source._waits_for = lambda remote, name, began, age_s: [(remote.status, began, age_s)]
     watched.begin(0)
     forward(2.0)
-    assert HostedNode._wait_for(source, Mock(host=Mock(lost_at=None), status=lane), "env").age_s == 2.0
+    assert list(LanesElsewhere.at_work(source, "env")) == [(lane, watched.began[0], 2.0)]
     before = perf_counter_ns()
-    assert list(SupervisedSource.completed(source)) == [lane]
+    assert list(LanesElsewhere.completed(source)) == [lane]
     began, took = source.trace.stepped.call_args.args[1], source.call_times.longest
     assert took == 2_000_000_000
     assert before <= began + took <= perf_counter_ns()

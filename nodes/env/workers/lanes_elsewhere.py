@@ -1,0 +1,227 @@
+"""The base of nodes whose lanes step elsewhere: in threads, in worker processes, or on hosts."""
+
+import abc
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
+from typing import Any, TypeVar
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneSupervisor
+from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.stream.net import backoff
+from rollflow.stream.observe.waits import LastError, Wait
+
+logger = logging.getLogger(__name__)
+
+L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
+
+
+class LanesElsewhere(LaneSource):
+    """A node whose lanes step elsewhere: it hands them over, takes them back, and begins those anew that are lost.
+
+    The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
+    ports from that. Subclasses say where lanes step and how they are asked, heard and lost.
+
+    remotes                 lanes as they are elsewhere, by number: each has `status`, its state, and `lane`, what goes
+                            round
+    supervisor              state of the lanes
+    late_suffix             what a step's time includes, in the texts of late lanes
+    steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
+    """
+
+    late_suffix = ""
+    steps_while_draining = True
+    is_closed = False
+
+    def __init__(self, env: Any, **options: Any) -> None:
+        self.remotes: list[Any] = []
+        self._leaving: deque[Any] = deque()  # lanes that were set aside while they were elsewhere in the ring
+        itself: Any = weakref.proxy(self)  # which holds the supervisor
+        times = {name: options.pop(name) for name in ("step_timeout", "reset_timeout") if name in options}
+        self.supervisor = LaneSupervisor(lambda lane: itself.progress(lane), suffix=self.late_suffix, **times)
+        with closing_on_error(self._end):
+            super().__init__(env, **options)
+
+    def hand_over(self, lane: L) -> L | None:
+        """Have a lane's environments stepped with the actions that it brings: it comes back by `completed`."""
+        remote = self.remotes[lane.index]
+        status, supervisor = remote.status, self.supervisor
+        supervisor.wait_for(status)
+        if status.phase is LanePhase.READY and (self.steps_while_draining or not supervisor.is_draining):
+            self.ask(remote)
+            return None
+        # It was lost while it was somewhere else: no step is under way.
+        supervisor.lost_steps += self.lose_idle(remote)
+        if status.phase is LanePhase.ASIDE:
+            self._leaving.append(remote)
+        elif not supervisor.is_draining:
+            self._go_on(remote)
+        return None
+
+    def hasten(self) -> None:
+        """Have those lanes come back that make no step; from now on none begins anew."""
+        self.supervisor.is_draining = True
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
+        began_at, calls = self.supervisor.deadlines.began, self.call_times
+        for lane in self._completed():
+            began = began_at.get(lane.index)
+            if began is not None and not lane.is_set_aside:
+                spent = int((backoff.times.clock() - began) * 1e9)
+                calls.add(spent)
+                if self.trace is not None:
+                    does = "reset" if lane.vector_steps == 0 else self.does
+                    self.trace.stepped(lane.index, perf_counter_ns() - spent, does)
+            yield lane
+
+    def _completed(self) -> Iterator[Any]:
+        """The same, uncounted."""
+        while self._leaving:
+            yield from self._leave(self._leaving.popleft())
+        yield from self._heard()
+        for index, text in self.supervisor.deadlines.overdue().items():
+            yield from self._late(self.remotes[index], text)
+        for status in self.supervisor.due():
+            yield from self._set_out(self.remotes[status.index])
+        if self.supervisor.is_draining:
+            yield from self._given_up()
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is late or begins anew."""
+        return self.supervisor.patience
+
+    @property
+    def last_error(self) -> LastError | None:
+        """Why a lane was lost, or late, last; None: none ever was. From any thread."""
+        return self.supervisor.last_error
+
+    @property
+    def report_notes(self) -> Sequence[str]:
+        """Sentences about lanes that were set aside, and why. From any thread."""
+        return tuple(self.supervisor.set_aside_texts)
+
+    @property
+    def in_flight(self) -> int:
+        """Lanes that are waited for, and whatever else is."""
+        return self.supervisor.in_flight
+
+    @property
+    def lost_steps(self) -> int:
+        """Transitions that were under way when their environments were lost."""
+        return self.supervisor.lost_steps
+
+    @property
+    def is_draining(self) -> bool:
+        """True once no more steps are asked for."""
+        return self.supervisor.is_draining
+
+    @property
+    def lanes_at_work(self) -> set[int]:
+        """Numbers of the lanes that make steps, or should. From any thread."""
+        return {remote.status.index for remote in list(self.remotes) if remote.status.is_at_work}
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane that is waited for is at right now, as far as it is known here. From any thread."""
+        for remote in list(self.remotes):
+            if remote.status.is_waited:
+                began = self.supervisor.deadlines.began.get(remote.status.index)  # None: it was not asked yet
+                age_s = 0.0 if began is None else max(0.0, backoff.times.clock() - began)
+                yield from self._waits_for(remote, name, began, age_s)
+
+    def close(self) -> None:
+        """End what steps the lanes, release the memory, and close what was made here."""
+        self.is_closed = True
+        try:
+            self._end()
+        finally:
+            super().close()
+
+    # Losses
+
+    def give_up(self, remote: Any, reason: str) -> None:
+        """End a lane's open episodes."""
+        self.supervisor.deadlines.end(remote.status.index)
+        remote.status.note(reason)
+        self.supervisor.lost_steps += self.lose(remote, reason)
+
+    def begin_anew_or_leave(self, remote: Any, traceback: str = "") -> Iterator[Any]:
+        """Have a lane that was given up begin anew after a while, longer each time; after too many times it leaves."""
+        status = remote.status
+        self.supervisor.fail(status)
+        self.listener.lane_lost(status.index)
+        if self.supervisor.is_draining:
+            logger.warning("lane %d is lost while the rollout is drained: %s%s", status.index, status.reason, traceback)
+        elif status.phase is LanePhase.ASIDE:
+            logger.error("%s", self.supervisor.set_aside_texts[-1])
+        else:
+            again = max(0.0, status.due - backoff.times.clock())
+            told = "lane %d is lost and made again in %.1f s: %s%s"
+            logger.warning(told, status.index, again, status.reason, traceback)
+        if status.phase is LanePhase.ASIDE and status.is_waited:
+            yield from self._leave(remote)
+
+    def _leave(self, remote: Any) -> Iterator[Any]:
+        """Let a lane go round for the last time."""
+        self.supervisor.give_back(remote.status)
+        remote.lane.is_set_aside = True
+        yield remote.lane
+
+    def _given_up(self) -> Iterator[Any]:
+        """The lanes that are waited for and make no step, as no more are asked for."""
+        for remote in self.remotes:
+            if remote.status.is_waited and self.has_no_step(remote):
+                if remote.status.phase is not LanePhase.READY:
+                    reason = f"the rollout ended: {remote.status.reason or 'it made no step'}"
+                    self.supervisor.lost_steps += self.lose(remote, reason)
+                yield from LanesElsewhere._leave(self, remote)
+
+    # What the place where lanes step says
+
+    @abc.abstractmethod
+    def progress(self, lane: int) -> ProgressMark:
+        """Count by which a lane shows that it gets on, and its activity."""
+
+    @abc.abstractmethod
+    def ask(self, remote: Any) -> None:
+        """Have a lane that is ready do what it was handed over for."""
+
+    def _go_on(self, remote: Any) -> None:
+        """Have a lane that was lost, and has been handed over since, begin anew as soon as it can."""
+
+    def _set_out(self, remote: Any) -> Iterator[Any]:
+        """Have a lost lane begin anew: the lane, where it comes back at once."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def _heard(self) -> Iterator[Any]:
+        """The lanes that have come back."""
+
+    @abc.abstractmethod
+    def _late(self, remote: Any, text: str) -> Iterator[Any]:
+        """Deal with a lane that has not come back in time: lanes that leave."""
+
+    def lose(self, remote: Any, reason: str) -> int:
+        """End what is open in a lane that is lost: how many transitions are lost with it."""
+        return int(remote.lane.lose(reason)) if remote.status.phase is LanePhase.STEPPING else 0
+
+    def lose_idle(self, remote: Any) -> int:
+        """The same of a lane that was lost while it was somewhere else."""
+        return int(remote.lane.lose(remote.status.reason, is_under_way=False))
+
+    def has_no_step(self, remote: Any) -> bool:
+        """True where a lane makes no step that is to be waited for, as the rollout is ending."""
+        return False
+
+    @abc.abstractmethod
+    def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
+        """What a lane is at, for so many seconds. From any thread."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """End what steps the lanes."""

@@ -1,0 +1,179 @@
+"""Environments that step in threads of their own, one for each lane: for those that wait, or let the interpreter go."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.lane_thread import LaneThread
+from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
+from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net import backoff
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.waits import Wait
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class ThreadLane:
+    """A lane that a thread steps.
+
+    lane     as it goes round
+    begun    when its thread began what it is at, in ns, and the thread; None: it is at nothing
+    """
+
+    status: LaneStatus
+    thread: LaneThread
+    lane: Any = None
+    activity: ActivityFlag = field(default_factory=ActivityFlag)
+    begun: tuple[int, int] | None = None
+
+
+class ThreadNode(LanesElsewhere):
+    """A node that steps each lane of environments in a thread of its own, while others are worked on.
+
+    step_timeout, reset_timeout    seconds after which the run ends with an EnvError that names the lane; None: never.
+                                   Every reset has a time of its own: see `ProgressWatch`
+
+    No lane is lost: what its environments raise ends the run. A thread can't be made to stop: one that still hangs when
+    the node is closed is left behind, which is logged.
+    """
+
+    remotes: list[ThreadLane]
+
+    def __init__(self, env: Any, **options: Any) -> None:
+        self._done: deque[tuple[ThreadLane, BaseException | None]] = deque()
+        self._bell = Wakeup()
+        super().__init__(env, **options)
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        made = super()._made(env, num_envs, lanes)  # type: ignore[safe-super]  # the node's other base has it
+        for index, envs in enumerate(self._here):
+            remote = ThreadLane(self.supervisor.add(LanePhase.RESETTING), LaneThread(index))
+            remote.activity.set_blended(not envs.tell_resets(remote.activity.turn))
+            self.remotes.append(remote)
+        return made
+
+    def start(self) -> Iterator[Any]:
+        """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
+        for remote, lane in zip(self.remotes, self.begin_lanes(), strict=True):
+            remote.lane = lane
+            self.supervisor.wait_for(remote.status)
+            self._put(remote, LanePhase.RESETTING, self.reset_lane)
+        return iter(())
+
+    def fileno(self) -> int:
+        """Can be read once a lane is completed."""
+        return self._bell.fileno()
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have been stepped. Raises what an environment raised; EnvError when one is late."""
+        return self._completed()  # threads count their calls
+
+    def describe(self) -> str:
+        """Lanes and slots, for `explain()`."""
+        return f"{super().describe()}, a thread each"
+
+    def close(self) -> None:
+        """End the threads, once they have done the step that they are at, and close the environments."""
+        if not self.is_closed and not self._hangs():
+            super().close()
+        self.is_closed = True
+
+    # For `LanesElsewhere`
+
+    def progress(self, lane: int) -> ProgressMark:
+        remote = self.remotes[lane]
+        is_reset = remote.status.phase is not LanePhase.RESETTING
+        return remote.activity.turns, remote.activity.doing if is_reset else Activity.RESET
+
+    def ask(self, remote: ThreadLane) -> None:
+        self._put(remote, LanePhase.STEPPING, self.step_lane)
+
+    def _heard(self) -> Iterator[Any]:
+        self._bell.silence()
+        while self._done:
+            remote, error = self._done.popleft()
+            status, lane = remote.status, remote.lane
+            self.supervisor.come_back(status)
+            if error is not None:
+                self.unrecorded_steps += lane.steps_under_way if status.phase is LanePhase.STEPPING else 0
+                try:
+                    raise error
+                finally:
+                    del error  # whose traceback refers to this frame
+            status.phase = LanePhase.READY
+            yield lane
+
+    def _late(self, remote: ThreadLane, text: str) -> Iterator[Any]:
+        raise EnvError(f"lane {remote.status.index}, vector step {remote.lane.vector_steps}: {text}")
+
+    def _waits_for(self, remote: ThreadLane, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
+        index, begun = remote.status.index, remote.begun
+        if begun is not None:
+            progress = self.progress(index)
+            yield call_under_way(
+                remote.lane,
+                progress,
+                party=name,
+                mark=(begun, progress[0]),
+                age_s=(clock() - begun[0]) / 1e9,
+                where=f"lane {index}, in its thread",
+                remedy="have it return; Timeouts(step=…) ends the run, and where='processes' the worker alone",
+                stack=partial(stack_of_thread, begun[1]),
+            )
+
+    def _end(self) -> None:
+        self._bell.close()
+
+    # Inside
+
+    def _hangs(self) -> bool:
+        """End the threads: True where one hangs."""
+        for remote in self.remotes:
+            remote.thread.end()
+        hung: list[int] = []
+        for index, remote in enumerate(self.remotes):
+            if not remote.thread.has_ended(backoff.times.close_s if not hung else 0.0):
+                hung.append(index)
+        if hung:
+            logger.warning("the environments of lanes %s hang: their threads are left behind", hung)
+        return bool(hung)
+
+    def _put(self, remote: ThreadLane, phase: LanePhase, job: Callable[[Any], None]) -> None:
+        self.supervisor.begin(remote.status, phase)
+        remote.thread.put(partial(self._do, remote, job, "reset" if phase is LanePhase.RESETTING else "step"))
+
+    def _do(self, remote: ThreadLane, job: Callable[[Any], None], does: str) -> None:
+        error: BaseException | None = None
+        remote.begun = begun = clock(), get_ident()
+        try:
+            job(remote.lane)
+        except BaseException as raised:  # also a SystemExit: to be raised where the rollout is read
+            error = raised
+        remote.begun = None
+        self.call_times.add(clock() - begun[0])
+        trace = self.trace
+        if trace is not None:
+            trace.stepped(remote.status.index, begun[0], does)
+        self._done.append((remote, error))
+        del error  # whose traceback refers to this frame
+        self._bell.ring()
+
+
+class ThreadEnvironments(ThreadNode, Environments):
+    """`Environments` whose lanes step in threads: see `ThreadNode`."""
+
+
+class AgentThreads(ThreadNode, AgentEnvironments):
+    """`AgentEnvironments` whose lanes step in threads: see `ThreadNode`."""
