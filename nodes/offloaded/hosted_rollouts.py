@@ -89,7 +89,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         """Counts of each lane's stages, and the seconds that a turn is under way, of which nothing is known yet."""
         now, counted = clock(), []
         for remote, count in zip(self.remotes, self._counts, strict=False):
-            seconds = (now - count.since) / 1e9 if remote.status.is_waited else 0.0
+            seconds = (now - count.since) / 1e9 if remote.is_waited else 0.0
             counted.append([*count.stages, ["rollouts", count.turns, seconds]])
         return counted
 
@@ -110,17 +110,17 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
         """Have a lane that is waited for take its turn; another one is to be handed over first."""
-        if remote.status.is_waited:
+        if remote.is_waited:
             self.ask(remote)
-        elif remote.status.phase is LanePhase.LOST:
-            self.supervisor.begin(remote.status, LanePhase.READY)
+        elif remote.phase is LanePhase.LOST:
+            self.supervisor.begin(remote, LanePhase.READY)
         else:
             yield remote.lane
 
     def ask(self, remote: RemoteLane) -> None:
-        index, count = remote.status.index, self._counts[remote.status.index]
+        index, count = remote.index, self._counts[remote.index]
         self._equip(remote.host, is_urgent=self._relay.wants_newest)
-        resets = remote.status.failures > 0 or not count.reported  # environments are to be made, or reset
+        resets = remote.failures > 0 or not count.reported  # environments are to be made, or reset
         count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
         count.turns, count.since = count.turns + 1, clock()
         turn = Turn(index, self.gateway.next_number(index), remote.lane.step)
@@ -129,7 +129,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def progress(self, lane: int) -> ProgressMark:
         """Count by which a lane shows that it gets on, and its activity: a lane that is late has a reset's time."""
         count = self._counts[lane]
-        resets = count.pulse == count.first_pulse or self.remotes[lane].status.phase is LanePhase.LATE
+        resets = count.pulse == count.first_pulse or self.remotes[lane].phase is LanePhase.LATE
         return count.pulse, Activity.RESET if resets else Activity.STEP
 
     def note(self, event: HostEvent) -> None:
@@ -146,9 +146,9 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
         assert isinstance(answer, Fragment)
-        status, index = remote.status, remote.status.index
+        index = remote.index
         count, where = self._counts[index], f"fragment {answer.number} of lane {index}"
-        status.phase = LanePhase.STEPPING  # also where it was late
+        remote.phase = LanePhase.STEPPING  # also where it was late
         try:
             report = account_of(answer.rest, self._steps_of(remote))
             count.take(report.start, report.steps, self._steps_of(remote) * self.fragment_length)
@@ -162,36 +162,36 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self._hear(remote, answer, report, where)
         failure = report.failure
         if failure is not None:
-            status.note(f"host {remote.host.name}: {quoted(failure)}")
+            remote.note(f"host {remote.host.name}: {quoted(failure)}")
         if failure is None or fragment.num_rows:
             count.lost = None
             remote.lane.take(fragment)
         else:  # there is no fragment: the next one says what was lost
             count.lost = failure
         if failure is None:
-            status.phase, status.failures = LanePhase.READY, 0
+            remote.phase, remote.failures = LanePhase.READY, 0
             yield self.come_back(remote)
             return
         yield from self.begin_anew_or_leave(remote)
-        if status.is_waited and fragment.num_rows:
+        if remote.is_waited and fragment.num_rows:
             yield self.come_back(remote)
 
     def failed(self, remote: RemoteLane, answer: Failed) -> None:
         """Take note that environments could not be made, or not be reset: no step was under way."""
-        remote.status.phase = LanePhase.RESETTING
-        self._counts[remote.status.index].lost = f"{answer.type}: {answer.text}"
+        remote.phase = LanePhase.RESETTING
+        self._counts[remote.index].lost = f"{answer.type}: {answer.text}"
 
     def late(self, remote: RemoteLane, reason: str) -> None:
         """Say that a lane is late: it goes on with its fragment, and may come back."""
-        remote.status.note(reason)
-        logger.warning("lane %d is late: %s", remote.status.index, reason)
+        remote.note(reason)
+        logger.warning("lane %d is late: %s", remote.index, reason)
 
     def lose(self, remote: RemoteLane, reason: str) -> int:
         """Transitions that the host has told of and not given, and those of a step that was under way."""
-        count = self._counts[remote.status.index]
+        count = self._counts[remote.index]
         lost: int = count.unreported
         # A step was under way, unless the environments have not begun, or the host has begun none.
-        is_asked = remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE)
+        is_asked = remote.phase in (LanePhase.STEPPING, LanePhase.LATE)
         if is_asked and count.made and not (count.is_in_vain or remote.host.has_drained):
             lost += self._steps_of(remote)
         count.made = count.reported
@@ -203,7 +203,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def has_no_step(self, remote: RemoteLane) -> bool:
         """True where a lane makes no step: its host may come back with what was made, as long as it has not left."""
-        return remote.status.phase is not LanePhase.STEPPING or self._counts[remote.status.index].is_in_vain
+        return remote.phase is not LanePhase.STEPPING or self._counts[remote.index].is_in_vain
 
     # Inside
 
@@ -216,7 +216,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         for kind, text in report.deviations:
             self.deviations.add(kind, f"host {remote.host.name}: {quoted(text)}")
         try:
-            self.take_message(remote.status.index, answer.rest)
+            self.take_message(remote.index, answer.rest)
         except StateError:  # of a connector piece here, whichever host has sent its state
             raise
         except Exception as error:  # of connectors and metrics, which may be given anything
@@ -288,27 +288,27 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         """Have fragments that are being made end now."""
         gateway = self.gateway
         for remote in lanes:
-            if remote.status.is_waited and remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE):
-                index = remote.status.index
+            if remote.is_waited and remote.phase in (LanePhase.STEPPING, LanePhase.LATE):
+                index = remote.index
                 gateway.tell(remote.host, Cut(index, gateway.next_number(index) - 1), remote.host.connection)
 
     def _take_progress(self, event: HostEvent) -> None:
         """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""
         try:
             for index, progress in progress_of(event.what, event.host.session.lanes).items():
-                if index < len(self.remotes) and self.remotes[index].status.phase is not LanePhase.ASIDE:
+                if index < len(self.remotes) and self.remotes[index].phase is not LanePhase.ASIDE:
                     self._take_progress_of(self.remotes[index], progress)
         except WireError as error:
             self._expel(event.host, error, "metrics")
         self.gateway.give_credit(event.host)
 
     def _take_progress_of(self, remote: RemoteLane, progress: LaneProgress) -> None:
-        count = self._counts[remote.status.index]
+        count = self._counts[remote.index]
         count.take(progress.start, progress.steps, self.fragment_length * self._steps_of(remote))
         is_alive = progress.pulse != count.pulse
         count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
-        if is_alive and remote.status.phase is LanePhase.LATE:
-            self.supervisor.begin(remote.status, LanePhase.STEPPING)
+        if is_alive and remote.phase is LanePhase.LATE:
+            self.supervisor.begin(remote, LanePhase.STEPPING)
 
     def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
         """Have a host leave that has said what makes no sense."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.nodes.offloaded.lent_fragments import FragmentReader
 from rollflow.nodes.offloaded.offloaded import TurnToken
@@ -41,8 +41,8 @@ class RolloutLink(LaneLink):
     lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
     """
 
-    def __init__(self, status: LaneStatus, maker: Any, node: Any) -> None:
-        super().__init__(status, maker, node)
+    def __init__(self, index: int, maker: Any, node: Any) -> None:
+        super().__init__(index, maker, node)
         self.lane: TurnToken
         self.steps = 0
         self.versions: dict[Any, int] = {}
@@ -62,16 +62,16 @@ class RolloutLink(LaneLink):
     def step(self) -> None:
         """Have the next fragment made."""
         self._turn()
-        self.status.phase = LanePhase.STEPPING
+        self.phase = LanePhase.STEPPING
 
     def offer(self) -> None:
         """Have the newest weights used in the fragment that is being made, unless others are under way."""
-        if self.status.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.untaken:
+        if self.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.untaken:
             self._send_weights()
 
     def _reset(self) -> None:
         """Have the rollout built, with the weights of its replica, and its first fragment made."""
-        replica, plan = self.node.replica_for(self.lane, self.status.starts)
+        replica, plan = self.node.replica_for(self.lane, self.starts)
         pickled = pickled_replica(replica, plan)
         block = SharedBlock(PROGRESS_BYTES + len(pickled))
         block.write(pickled, PROGRESS_BYTES)
@@ -138,11 +138,11 @@ class RolloutLink(LaneLink):
         self.lost = None
         self.steps += fields["steps"] - self._reported
         self._reported, self.stages = fields["steps"], fields["nodes"]
-        self.status.phase, self._failure = LanePhase.READY, None
+        self.phase, self._failure = LanePhase.READY, None
         if "failure" in fields:
             self._failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
         else:
-            self.status.failures = 0
+            self.failures = 0
         self.node.take_message(self.index, fields)
 
     # What is seen
@@ -177,14 +177,14 @@ class RolloutLink(LaneLink):
 
     def lose(self, reason: str) -> int:
         """Give the worker up: how many transitions are lost with it, the step that was under way among them."""
-        is_making = self.status.is_waited and self._progress is not None
-        if is_making or (self.status.phase is LanePhase.READY and not self._has_told):
+        is_making = self.is_waited and self._progress is not None
+        if is_making or (self.phase is LanePhase.READY and not self._has_told):
             self.lost = reason
         self._has_told = False
         if self._progress is None or not is_making:
             return 0
         lost = self.unreported + int(self._progress[UNDER_WAY])
-        self.status.has_stepped |= self.has_stepped
+        self.has_stepped |= self.has_made_steps
         self.forget_progress()
         return lost
 
@@ -196,7 +196,7 @@ class RolloutLink(LaneLink):
     def doing(self) -> Wait:
         """What the worker is at right now: a call of one of its stages, or its environments' first reset."""
         at_work = self.under_way
-        if at_work is None or self.status.phase is not LanePhase.STEPPING:
+        if at_work is None or self.phase is not LanePhase.STEPPING:
             return super().doing
         stage, seconds = at_work
         doing = super().doing.doing if stage == STAGES[0] else f"is in node '{stage}'"
@@ -218,7 +218,7 @@ class RolloutLink(LaneLink):
         self._progress = None
 
     @property
-    def has_stepped(self) -> bool:
+    def has_made_steps(self) -> bool:
         """True once its environments have made a step."""
         return self.steps + self.unreported > 0
 
@@ -227,7 +227,7 @@ class RolloutLink(LaneLink):
         """True where the lane would have to be made or reset before it could come back with a step."""
         # A worker says that it gets on with something before it looks for what it has been told: one that has not said
         # so by now will find that it is to end, and make no step.
-        return super().has_no_step and not (self.status.phase is LanePhase.RESETTING and self.pulse)
+        return super().has_no_step and not (self.phase is LanePhase.RESETTING and self.pulse)
 
     @property
     def progress(self) -> tuple[int, Activity]:

@@ -53,7 +53,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def hasten(self) -> None:
         """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
         for link in self._links:
-            if link.status.phase in (LanePhase.RESETTING, LanePhase.STEPPING):
+            if link.phase in (LanePhase.RESETTING, LanePhase.STEPPING):
                 link.send(frame(FrameKind.DRAIN))
         super().hasten()
 

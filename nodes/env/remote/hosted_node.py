@@ -84,7 +84,7 @@ class HostedNode(LanesElsewhere):
             if self.gateway.hosts.get(remote.host.session.token) is remote.host:
                 yield from self._set_out(remote)
             else:
-                remote.status.note(f"host {remote.host.name} left before the first step")
+                remote.note(f"host {remote.host.name} left before the first step")
                 yield from self._leave(remote)
 
     def fileno(self) -> int:
@@ -127,15 +127,14 @@ class HostedNode(LanesElsewhere):
 
     def _late(self, remote: RemoteLane, text: str) -> Iterator[Any]:
         """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
-        status = remote.status
         if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
-            self.supervisor.deadlines.end(status.index)
-        elif status.phase is LanePhase.LATE:
-            self._lost(remote, f"{status.reason}, nor since")
+            self.supervisor.deadlines.end(remote.index)
+        elif remote.phase is LanePhase.LATE:
+            self._lost(remote, f"{remote.reason}, nor since")
             yield from self._leave(remote)
         else:
             self.late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
-            self.supervisor.begin(status, LanePhase.LATE)
+            self.supervisor.begin(remote, LanePhase.LATE)
 
     def _end(self) -> None:
         self.gateway.close("the rollout has ended" if self.is_closed else "the rollout could not be made")
@@ -144,12 +143,12 @@ class HostedNode(LanesElsewhere):
 
     def request(self, remote: RemoteLane, request: Request, phase: LanePhase) -> None:
         """Ask a lane's host for something, which takes the lane to a phase."""
-        self.supervisor.begin(remote.status, phase)
+        self.supervisor.begin(remote, phase)
         self.gateway.ask(request)
 
     def come_back(self, remote: RemoteLane) -> Any:
         """Take a lane out of flight: the lane, as it goes round."""
-        self.supervisor.come_back(remote.status)
+        self.supervisor.come_back(remote)
         return remote.lane
 
     def lanes_of(self, host: RemoteHost) -> list[RemoteLane]:
@@ -173,18 +172,17 @@ class HostedNode(LanesElsewhere):
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
         """Have a lane begin, or begin anew after it was lost: the lane, where it comes back at once."""
-        status = remote.status
-        seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, status.starts))
-        status.starts += 1
-        if not status.is_waited:
-            self.supervisor.wait_for(status)
-        number = self.gateway.next_number(status.index)
-        self.request(remote, Reset(status.index, number, seeds, None), LanePhase.RESETTING)
+        seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, remote.starts))
+        remote.starts += 1
+        if not remote.is_waited:
+            self.supervisor.wait_for(remote)
+        number = self.gateway.next_number(remote.index)
+        self.request(remote, Reset(remote.index, number, seeds, None), LanePhase.RESETTING)
         return iter(())
 
     def ask(self, remote: RemoteLane) -> None:
         """Have a lane's host do what the lane was handed over for."""
-        number = self.gateway.next_number(remote.status.index)
+        number = self.gateway.next_number(remote.index)
         self.request(remote, self._step_request(remote.lane, number), LanePhase.STEPPING)
 
     def note(self, event: HostEvent) -> None:
@@ -192,19 +190,18 @@ class HostedNode(LanesElsewhere):
 
     def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
         """Take what a host has answered for a lane, where nothing failed: the lane, if it comes back."""
-        status = remote.status
-        if status.phase is LanePhase.RESETTING:
+        if remote.phase is LanePhase.RESETTING:
             self._record_first(remote.lane, answer)
         else:
             self._record(remote.lane, answer)
-            status.made_step(self.fragment_length)
-        status.phase = LanePhase.READY
+            remote.made_step(self.fragment_length)
+        remote.phase = LanePhase.READY
         yield self.come_back(remote)
 
     def failed(self, remote: RemoteLane, answer: Failed) -> None:
         """Take note of an error of a lane's environments. Raises EnvError where every lane's raise from the first."""
         where = f"on host {remote.host.name}"
-        remote.status.raised = RaisedError(answer.type, answer.text, answer.notes, answer.traceback, where)
+        remote.raised = RaisedError(answer.type, answer.text, answer.notes, answer.traceback, where)
         self.supervisor.check_first_errors()
 
     def late(self, remote: RemoteLane, reason: str) -> None:
@@ -213,12 +210,12 @@ class HostedNode(LanesElsewhere):
 
     def lose(self, remote: RemoteLane, reason: str) -> int:
         """End what is open in a lane that is lost: how many transitions are lost with it."""
-        if remote.status.phase is not LanePhase.STEPPING:
+        if remote.phase is not LanePhase.STEPPING:
             return 0
         return int(remote.lane.lose(reason, is_under_way=not remote.host.has_drained))
 
     def has_no_step(self, remote: RemoteLane) -> bool:
-        return remote.status.phase is not LanePhase.STEPPING or remote.host.lost_at is not None
+        return remote.phase is not LanePhase.STEPPING or remote.host.lost_at is not None
 
     # Hosts
 
@@ -254,7 +251,7 @@ class HostedNode(LanesElsewhere):
                 yield from self._join(event.host)
             case "reconnected":  # it has its time again for what it is at
                 for remote in self.lanes_of(event.host):
-                    self.supervisor.watch(remote.status)
+                    self.supervisor.watch(remote)
                 self._part_absent()
             case "away":
                 absent = self._part_absent()
@@ -267,17 +264,16 @@ class HostedNode(LanesElsewhere):
 
     def _answered(self, answer: Answer) -> Iterator[Any]:
         remote = self.remotes[answer.lane]
-        status = remote.status
-        if status.phase is LanePhase.ASIDE:
+        if remote.phase is LanePhase.ASIDE:
             return
-        if status.phase is LanePhase.LATE and not self.takes_late:
+        if remote.phase is LanePhase.LATE and not self.takes_late:
             yield from self.begin_anew_or_leave(remote)
         elif isinstance(answer, Failed):
             self.failed(remote, answer)
             where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
             self.give_up(remote, f"host {remote.host.name}: {answer.type}: {answer.text}{where}")
             if answer.traceback:  # for people, and the host has logged its own
-                logger.debug("lane %d, on its host:\n%s", status.index, answer.traceback)
+                logger.debug("lane %d, on its host:\n%s", remote.index, answer.traceback)
             yield from self.begin_anew_or_leave(remote)
         else:
             yield from self.take(remote, answer)
@@ -301,31 +297,33 @@ class HostedNode(LanesElsewhere):
     def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Any]:
         self._farewells.append((f"host {host.name}", reason))
         for remote in self.lanes_of(host):
-            if remote.status.phase is LanePhase.ASIDE:
+            if remote.phase is LanePhase.ASIDE:
                 continue
             self._lost(remote, f"host {host.name}: {reason}")
-            self.supervisor.set_aside(remote.status)
-            if remote.status.is_waited:
+            self.supervisor.set_aside(remote)
+            if remote.is_waited:
                 yield from self._leave(remote)
 
     def _lost(self, remote: RemoteLane, reason: str) -> None:
         """Give a lane up that does not begin anew now."""
         self.give_up(remote, reason)
-        logger.warning("lane %d is lost: %s", remote.status.index, reason)
+        logger.warning("lane %d is lost: %s", remote.index, reason)
 
     # Lanes
 
     def _new_lane(self, index: int, env: Any, first_slot: int, host: RemoteHost) -> RemoteLane:
         assert index == len(self.remotes)
         lane = self.new_lane(index, env, first_slot)
-        self.remotes.append(RemoteLane(self.supervisor.add(LanePhase.READY), lane, host, env.num_envs, first_slot))
+        self.remotes.append(
+            RemoteLane(index, LanePhase.READY, lane=lane, host=host, num_slots=env.num_envs, first_slot=first_slot)
+        )
         return self.remotes[-1]
 
     def _leave(self, remote: RemoteLane) -> Iterator[Any]:
-        host, status = remote.host, remote.status
-        self.supervisor.set_aside(status)
+        host = remote.host
+        self.supervisor.set_aside(remote)
         if self.gateway.hosts.get(host.session.token) is host:
-            self._farewells.append((f"lane {status.index}", status.reason))
+            self._farewells.append((f"lane {remote.index}", remote.reason))
         remote.has_left = True
         self._part_absent()
         is_last = all(each.has_left for each in self.remotes)
@@ -338,7 +336,7 @@ class HostedNode(LanesElsewhere):
         yield from super()._leave(remote)
 
     def _waits_for(self, remote: RemoteLane, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
-        host, index = remote.host, remote.status.index
+        host, index = remote.host, remote.index
         where = f"lane {index}, host {host.name}"
         if host.lost_at is not None:
             age_s = max(0.0, monotonic() - host.lost_at)
@@ -362,12 +360,12 @@ class HostedNode(LanesElsewhere):
         Returns a word for a reader that waits for each lane which is absent from now on.
         """
         absent = []
-        others = any(each.status.phase is not LanePhase.ASIDE and not each.host.is_away for each in self.remotes)
+        others = any(each.phase is not LanePhase.ASIDE and not each.host.is_away for each in self.remotes)
         for remote in self.remotes:
             is_absent = remote.host.is_away and not remote.has_left and others
             if is_absent and not remote.is_absent:
                 self.listener.lane_absent(remote.lane)
-                absent.append(NoFragment(remote.status.index))
+                absent.append(NoFragment(remote.index))
             elif remote.is_absent and not is_absent:
                 self.listener.lane_back(remote.lane)
             remote.is_absent = is_absent

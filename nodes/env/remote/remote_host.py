@@ -48,18 +48,14 @@ class RemoteHost:
         self.heard_at, self.reminder = self.joined_at, Reminder(self.joined_at)
 
 
-@dataclass(slots=True, eq=False)
-class RemoteLane:
+@dataclass(slots=True, eq=False, kw_only=True)
+class RemoteLane(LaneStatus):
     """One lane on a host.
 
-    status      as its supervisor has it
-    lane        as it goes round
     has_left    whether it has set out on its last round
     is_absent   whether the reader's rounds go on without it, since its host is away
     """
 
-    status: LaneStatus
-    lane: Any
     host: RemoteHost
     num_slots: int
     first_slot: int

@@ -7,7 +7,7 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -49,7 +49,7 @@ class EnvLink(LaneLink):
 
     def _reset(self) -> None:
         lane, blocks = self._laid_out()
-        seeds = self.node.seeds_of_lane(self.index, self.status.starts)
+        seeds = self.node.seeds_of_lane(self.index, self.starts)
         layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
         self.send_block(FrameKind.LAYOUT, pack(layout))
         self._blocks_sent = 0
@@ -65,14 +65,14 @@ class EnvLink(LaneLink):
             blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
         self._send_blocks(blocks)
         self.send(frame(kind, blocks.index, lane.row))
-        self.status.phase = LanePhase.STEPPING
+        self.phase = LanePhase.STEPPING
 
     def take(self, answer: Frame) -> bool:
         """Have the lane take what its worker has written."""
         lane, blocks = self._laid_out()
         fields = self._fields_of(answer, f"lane {self.index}, ") if answer.payload else {}
         infos = fields.get("infos", {})
-        if self.status.phase is LanePhase.RESETTING:
+        if self.phase is LanePhase.RESETTING:
             lane.take_reset(infos)
         else:
             final = None
@@ -100,8 +100,8 @@ class EnvLink(LaneLink):
 class AgentLink(LaneLink):
     """The link to a worker that has a block of memory for a step in common with this process."""
 
-    def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
-        super().__init__(status, maker, node)
+    def __init__(self, index: int, maker: Any, node: LaneSource) -> None:
+        super().__init__(index, maker, node)
         self._infos = InfoCodec(())
         self._memory: SharedBlock | None = None
         self._block: StepBlock | None = None
@@ -115,7 +115,7 @@ class AgentLink(LaneLink):
             self._infos = InfoCodec(envs.possible_agents)
             self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
             self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
-        seeds = self.node.seeds_of_lane(self.index, self.status.starts)
+        seeds = self.node.seeds_of_lane(self.index, self.starts)
         self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds}))
         self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
         self.send(frame(FrameKind.RESET))
@@ -125,14 +125,14 @@ class AgentLink(LaneLink):
         assert self._block is not None
         self._block.write_actions(self.lane.actions)
         self.send(frame(FrameKind.STEP))
-        self.status.phase = LanePhase.STEPPING
+        self.phase = LanePhase.STEPPING
 
     def take(self, answer: Frame) -> bool:
         """Have the lane take what its worker has written."""
         assert self._block is not None
         lane, fields = self.lane, self._fields_of(answer)
         infos, first_infos = (self._infos.infos(fields.get(kind, ())) for kind in ("infos", "first_infos"))
-        if self.status.phase is LanePhase.RESETTING:
+        if self.phase is LanePhase.RESETTING:
             lane.reset(self._block.first(), infos)
         else:
             try:

@@ -1,9 +1,9 @@
 """One lane whose environments are in a worker process, seen from here: its socket, and the frames over it."""
 
 import abc
+import select
 import selectors
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,21 +23,18 @@ from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 
 
-class LaneLink(abc.ABC):
+class LaneLink(LaneStatus, abc.ABC):
     """A lane's worker: the socket to it, and what it is asked for there.
 
-    status    the lane's, as its supervisor has it
     maker     what its environments are made by, pickled
     node      that the lane is of
-    lane      the lane as it goes round; set before the first reset
     """
 
-    def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
-        self.status, self.index = status, status.index
+    def __init__(self, index: int, maker: Any, node: LaneSource) -> None:
+        super().__init__(index, LanePhase.MAKING)
         self.node: Any = node
-        self.lane: Any = None
         self.sock: socket.socket | None = None
-        self._maker = _pickled(maker, status.index)
+        self._maker = _pickled(maker, index)
         self._reader = FrameReader()
         self._activity = ActivityFlag()
 
@@ -57,15 +54,15 @@ class LaneLink(abc.ABC):
 
     def go_on(self) -> None:
         """Have the environments of a lane that is waited for reset, if they are made."""
-        if self.status.phase is LanePhase.MADE:
+        if self.phase is LanePhase.MADE:
             self._reset()
-            self.status.phase, self.status.starts = LanePhase.RESETTING, self.status.starts + 1
+            self.phase, self.starts = LanePhase.RESETTING, self.starts + 1
 
     def _taken(self) -> bool:
         """Note that the lane has taken its reset or its step."""
-        if self.status.phase is LanePhase.STEPPING:
-            self.status.made_step(self.node.fragment_length)
-        self.status.phase = LanePhase.READY
+        if self.phase is LanePhase.STEPPING:
+            self.made_step(self.node.fragment_length)
+        self.phase = LanePhase.READY
         return True
 
     # Answers to those, which some kinds have differently
@@ -83,29 +80,29 @@ class LaneLink(abc.ABC):
         return None
 
     @property
-    def has_stepped(self) -> bool:
+    def has_made_steps(self) -> bool:
         """True once its environments have made a step."""
         return self.lane is not None and self.lane.vector_steps > 0
 
     @property
     def has_no_step(self) -> bool:
         """True where the lane would have to be made or reset before it could come back with a step."""
-        return self.status.phase is not LanePhase.STEPPING
+        return self.phase is not LanePhase.STEPPING
 
     @property
     def progress(self) -> tuple[int, Activity]:
         """Count by which the worker shows that it gets on, and its activity."""
-        is_stepped = self.status.phase in (LanePhase.READY, LanePhase.STEPPING)
+        is_stepped = self.phase in (LanePhase.READY, LanePhase.STEPPING)
         return self._activity.turns, self._activity.doing if is_stepped else Activity.RESET
 
     @property
     def doing(self) -> Wait:
         """What the worker is at right now, without its place and its stack."""
-        phase = self.status.phase
+        phase = self.phase
         if phase is LanePhase.LOST:
-            return Wait("", "lost", f"is lost, and begins anew in a while: {self.status.reason}")
+            return Wait("", "lost", f"is lost, and begins anew in a while: {self.reason}")
         if phase is LanePhase.MAKING:
-            return Wait("", "call", "makes its environments", limit="reset", mark=self.status.starts)
+            return Wait("", "call", "makes its environments", limit="reset", mark=self.starts)
         more = {"calls": 0} if phase is LanePhase.RESETTING else {}
         return call_under_way(self.lane, self.progress, **more)
 
@@ -129,24 +126,20 @@ class LaneLink(abc.ABC):
 
     def lose(self, reason: str) -> int:
         """End what is open in a lane that is lost: how many transitions are lost."""
-        return int(self.lane.lose(reason)) if self.status.phase is LanePhase.STEPPING else 0
+        return int(self.lane.lose(reason)) if self.phase is LanePhase.STEPPING else 0
 
     def lose_idle(self, reason: str) -> int:
         """End what is open in a lane that was lost while it was somewhere else: how many transitions are lost."""
         return int(self.lane.lose(reason, is_under_way=False))
 
-    def release(self) -> None:  # noqa: B027
+    def release(self) -> None:
         """Release the memory that the worker wrote to."""
 
     # The socket
 
     def connect(self, sock: socket.socket, selector: selectors.BaseSelector, handler: Callable[..., Any]) -> None:
-        """Take the socket to a new process, and have it watched: the selector gives the handler with its events.
-
-        Frames are small and few, so that there is room for them unless the process is stopped.
-        """
-        seconds, rest = divmod(backoff.times.close_s, 1.0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
+        sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, handler)
         self.sock, self._reader = sock, FrameReader()
 
@@ -172,21 +165,29 @@ class LaneLink(abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame and its descriptor. Where the worker has gone, or takes none, `receive` says so."""
+        """Send a frame and its descriptor. Where the worker has gone, or takes none for long, `receive` says so.
+
+        Frames are small and few: there is room for them, unless the process is stopped.
+        """
         assert self.sock is not None
         try:
             _ = self.sock.send(data) if fd < 0 else socket.send_fds(self.sock, [data], [fd])
         except (BrokenPipeError, ConnectionResetError):
             pass
         except BlockingIOError:
-            self.sock.shutdown(socket.SHUT_RDWR)
+            poll = select.poll()
+            poll.register(self.sock, select.POLLOUT)
+            if poll.poll(1e3 * backoff.times.close_s):
+                self.send(data, fd)
+            else:
+                self.sock.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
         if self.sock is None:
             return None
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, MOST_FDS, socket.MSG_DONTWAIT)
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, MOST_FDS)
         except BlockingIOError:
             return []
         except OSError:
@@ -209,7 +210,7 @@ def refusal(raised: RaisedError, link: LaneLink) -> Exception:
     """The error that a worker's answer tells of: one of ours as it is, another as an EnvError or a RunError."""
     kind, text = getattr(errors, raised.type, None), raised.text
     if kind is None:
-        kind = EnvError if link.status.phase is LanePhase.MAKING else RunError
+        kind = EnvError if link.phase is LanePhase.MAKING else RunError
         text = f"{raised.type}: {text}"
     error: Exception = kind(text)
     raised.add_notes_to(error, link.index)

@@ -64,12 +64,13 @@ class RaisedError(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LaneStatus:
-    """State of one lane.
+    """One lane whose environments are elsewhere, and its state.
 
+    lane           what goes round: set before the first reset
     is_waited      True while the lane is in flight: it has been handed over and has not come back
     starts         resets of its environments so far
     failures       losses in a row
-    steps          vector steps since the last loss
+    whole_steps    vector steps since the last loss
     reason         cause of the last loss
     noted_at       time at which that was noted
     due            time when it begins anew, where it is LOST
@@ -79,10 +80,11 @@ class LaneStatus:
 
     index: int
     phase: LanePhase
+    lane: Any = None
     is_waited: bool = False
     starts: int = 0
     failures: int = 0
-    steps: int = 0
+    whole_steps: int = 0
     reason: str = ""
     noted_at: float = 0.0
     due: float = 0.0
@@ -101,8 +103,8 @@ class LaneStatus:
     def made_step(self, fragment_length: int) -> None:
         """Count a vector step: after a fragment of them, losses are forgotten."""
         self.has_stepped = True
-        self.steps += 1
-        if self.steps >= fragment_length:
+        self.whole_steps += 1
+        if self.whole_steps >= fragment_length:
             self.failures = 0
 
 
@@ -138,12 +140,6 @@ class LaneSupervisor:
         self.reset_timeout = reset_timeout
         self._lost: dict[int, LaneStatus] = {}  # those that are LOST
         self.deadlines = ProgressWatch(step_timeout, reset_timeout, progress, suffix=suffix)
-
-    def add(self, phase: LanePhase) -> LaneStatus:
-        """Take in another lane, which has the next number."""
-        status = LaneStatus(len(self.lanes), phase)
-        self.lanes.append(status)
-        return status
 
     @property
     def last_error(self) -> LastError | None:
@@ -191,7 +187,7 @@ class LaneSupervisor:
     def fail(self, status: LaneStatus) -> None:
         """Count a loss: the lane is to begin anew after a pause, or, after too many in a row, never."""
         status.failures += 1
-        status.steps = 0
+        status.whole_steps = 0
         self.deadlines.end(status.index)
         if status.failures > MAX_FAILURES:
             self.set_aside(status)

@@ -26,8 +26,7 @@ class LanesElsewhere(LaneSource):
     The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
     ports from that. Subclasses say where lanes step and how they are asked, heard and lost.
 
-    remotes                 lanes as they are elsewhere, by number: each has `status`, its state, and `lane`, what goes
-                            round
+    remotes                 lanes as they are elsewhere, by number, which are those of the supervisor
     supervisor              state of the lanes
     late_suffix             what a step's time includes, in the texts of late lanes
     steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
@@ -38,25 +37,25 @@ class LanesElsewhere(LaneSource):
     is_closed = False
 
     def __init__(self, env: Any, **options: Any) -> None:
-        self.remotes: list[Any] = []
         self._leaving: deque[Any] = deque()  # lanes that were set aside while they were elsewhere in the ring
         itself: Any = weakref.proxy(self)  # which holds the supervisor
         times = {name: options.pop(name) for name in ("step_timeout", "reset_timeout") if name in options}
         self.supervisor = LaneSupervisor(lambda lane: itself.progress(lane), suffix=self.late_suffix, **times)
+        self.remotes: list[Any] = self.supervisor.lanes
         with closing_on_error(self._end):
             super().__init__(env, **options)
 
     def hand_over(self, lane: L) -> L | None:
         """Have a lane's environments stepped with the actions that it brings: it comes back by `completed`."""
         remote = self.remotes[lane.index]
-        status, supervisor = remote.status, self.supervisor
-        supervisor.wait_for(status)
-        if status.phase is LanePhase.READY and (self.steps_while_draining or not supervisor.is_draining):
+        supervisor = self.supervisor
+        supervisor.wait_for(remote)
+        if remote.phase is LanePhase.READY and (self.steps_while_draining or not supervisor.is_draining):
             self.ask(remote)
             return None
         # It was lost while it was somewhere else: no step is under way.
         supervisor.lost_steps += self.lose_idle(remote)
-        if status.phase is LanePhase.ASIDE:
+        if remote.phase is LanePhase.ASIDE:
             self._leaving.append(remote)
         elif not supervisor.is_draining:
             self._go_on(remote)
@@ -86,8 +85,8 @@ class LanesElsewhere(LaneSource):
         yield from self._heard()
         for index, text in self.supervisor.deadlines.overdue().items():
             yield from self._late(self.remotes[index], text)
-        for status in self.supervisor.due():
-            yield from self._set_out(self.remotes[status.index])
+        for remote in self.supervisor.due():
+            yield from self._set_out(remote)
         if self.supervisor.is_draining:
             yield from self._given_up()
 
@@ -124,13 +123,13 @@ class LanesElsewhere(LaneSource):
     @property
     def lanes_at_work(self) -> set[int]:
         """Numbers of the lanes that make steps, or should. From any thread."""
-        return {remote.status.index for remote in list(self.remotes) if remote.status.is_at_work}
+        return {remote.index for remote in list(self.remotes) if remote.is_at_work}
 
     def at_work(self, name: str) -> Iterator[Wait]:
         """What every lane that is waited for is at right now, as far as it is known here. From any thread."""
         for remote in list(self.remotes):
-            if remote.status.is_waited:
-                began = self.supervisor.deadlines.began.get(remote.status.index)  # None: it was not asked yet
+            if remote.is_waited:
+                began = self.supervisor.deadlines.began.get(remote.index)  # None: it was not asked yet
                 age_s = 0.0 if began is None else max(0.0, backoff.times.clock() - began)
                 yield from self._waits_for(remote, name, began, age_s)
 
@@ -146,38 +145,37 @@ class LanesElsewhere(LaneSource):
 
     def give_up(self, remote: Any, reason: str) -> None:
         """End a lane's open episodes."""
-        self.supervisor.deadlines.end(remote.status.index)
-        remote.status.note(reason)
+        self.supervisor.deadlines.end(remote.index)
+        remote.note(reason)
         self.supervisor.lost_steps += self.lose(remote, reason)
 
     def begin_anew_or_leave(self, remote: Any, traceback: str = "") -> Iterator[Any]:
         """Have a lane that was given up begin anew after a while, longer each time; after too many times it leaves."""
-        status = remote.status
-        self.supervisor.fail(status)
-        self.listener.lane_lost(status.index)
+        self.supervisor.fail(remote)
+        self.listener.lane_lost(remote.index)
         if self.supervisor.is_draining:
-            logger.warning("lane %d is lost while the rollout is drained: %s%s", status.index, status.reason, traceback)
-        elif status.phase is LanePhase.ASIDE:
+            logger.warning("lane %d is lost while the rollout is drained: %s%s", remote.index, remote.reason, traceback)
+        elif remote.phase is LanePhase.ASIDE:
             logger.error("%s", self.supervisor.set_aside_texts[-1])
         else:
-            again = max(0.0, status.due - backoff.times.clock())
+            again = max(0.0, remote.due - backoff.times.clock())
             told = "lane %d is lost and made again in %.1f s: %s%s"
-            logger.warning(told, status.index, again, status.reason, traceback)
-        if status.phase is LanePhase.ASIDE and status.is_waited:
+            logger.warning(told, remote.index, again, remote.reason, traceback)
+        if remote.phase is LanePhase.ASIDE and remote.is_waited:
             yield from self._leave(remote)
 
     def _leave(self, remote: Any) -> Iterator[Any]:
         """Let a lane go round for the last time."""
-        self.supervisor.give_back(remote.status)
+        self.supervisor.give_back(remote)
         remote.lane.is_set_aside = True
         yield remote.lane
 
     def _given_up(self) -> Iterator[Any]:
         """The lanes that are waited for and make no step, as no more are asked for."""
         for remote in self.remotes:
-            if remote.status.is_waited and self.has_no_step(remote):
-                if remote.status.phase is not LanePhase.READY:
-                    reason = f"the rollout ended: {remote.status.reason or 'it made no step'}"
+            if remote.is_waited and self.has_no_step(remote):
+                if remote.phase is not LanePhase.READY:
+                    reason = f"the rollout ended: {remote.reason or 'it made no step'}"
                     self.supervisor.lost_steps += self.lose(remote, reason)
                 yield from LanesElsewhere._leave(self, remote)
 
@@ -208,11 +206,11 @@ class LanesElsewhere(LaneSource):
 
     def lose(self, remote: Any, reason: str) -> int:
         """End what is open in a lane that is lost: how many transitions are lost with it."""
-        return int(remote.lane.lose(reason)) if remote.status.phase is LanePhase.STEPPING else 0
+        return int(remote.lane.lose(reason)) if remote.phase is LanePhase.STEPPING else 0
 
     def lose_idle(self, remote: Any) -> int:
         """The same of a lane that was lost while it was somewhere else."""
-        return int(remote.lane.lose(remote.status.reason, is_under_way=False))
+        return int(remote.lane.lose(remote.reason, is_under_way=False))
 
     def has_no_step(self, remote: Any) -> bool:
         """True where a lane makes no step that is to be waited for, as the rollout is ending."""

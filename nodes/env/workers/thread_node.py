@@ -24,17 +24,14 @@ from rollflow.stream.observe.waits import Wait
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class ThreadLane:
+@dataclass(slots=True, eq=False, kw_only=True)
+class ThreadLane(LaneStatus):
     """A lane that a thread steps.
 
-    lane     as it goes round
     begun    when its thread began what it is at, in ns, and the thread; None: it is at nothing
     """
 
-    status: LaneStatus
     thread: LaneThread
-    lane: Any = None
     activity: ActivityFlag = field(default_factory=ActivityFlag)
     begun: tuple[int, int] | None = None
 
@@ -59,7 +56,7 @@ class ThreadNode(LanesElsewhere):
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         made = super()._made(env, num_envs, lanes)  # type: ignore[safe-super]  # the node's other base has it
         for index, envs in enumerate(self._here):
-            remote = ThreadLane(self.supervisor.add(LanePhase.RESETTING), LaneThread(index))
+            remote = ThreadLane(index, LanePhase.RESETTING, thread=LaneThread(index))
             remote.activity.set_blended(not envs.tell_resets(remote.activity.turn))
             self.remotes.append(remote)
         return made
@@ -68,7 +65,7 @@ class ThreadNode(LanesElsewhere):
         """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
         for remote, lane in zip(self.remotes, self.begin_lanes(), strict=True):
             remote.lane = lane
-            self.supervisor.wait_for(remote.status)
+            self.supervisor.wait_for(remote)
             self._put(remote, LanePhase.RESETTING, self.reset_lane)
         return iter(())
 
@@ -94,7 +91,7 @@ class ThreadNode(LanesElsewhere):
 
     def progress(self, lane: int) -> ProgressMark:
         remote = self.remotes[lane]
-        is_reset = remote.status.phase is not LanePhase.RESETTING
+        is_reset = remote.phase is not LanePhase.RESETTING
         return remote.activity.turns, remote.activity.doing if is_reset else Activity.RESET
 
     def ask(self, remote: ThreadLane) -> None:
@@ -104,22 +101,22 @@ class ThreadNode(LanesElsewhere):
         self._bell.silence()
         while self._done:
             remote, error = self._done.popleft()
-            status, lane = remote.status, remote.lane
-            self.supervisor.come_back(status)
+            lane = remote.lane
+            self.supervisor.come_back(remote)
             if error is not None:
-                self.unrecorded_steps += lane.steps_under_way if status.phase is LanePhase.STEPPING else 0
+                self.unrecorded_steps += lane.steps_under_way if remote.phase is LanePhase.STEPPING else 0
                 try:
                     raise error
                 finally:
                     del error  # whose traceback refers to this frame
-            status.phase = LanePhase.READY
+            remote.phase = LanePhase.READY
             yield lane
 
     def _late(self, remote: ThreadLane, text: str) -> Iterator[Any]:
-        raise EnvError(f"lane {remote.status.index}, vector step {remote.lane.vector_steps}: {text}")
+        raise EnvError(f"lane {remote.index}, vector step {remote.lane.vector_steps}: {text}")
 
     def _waits_for(self, remote: ThreadLane, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
-        index, begun = remote.status.index, remote.begun
+        index, begun = remote.index, remote.begun
         if begun is not None:
             progress = self.progress(index)
             yield call_under_way(
@@ -151,7 +148,7 @@ class ThreadNode(LanesElsewhere):
         return bool(hung)
 
     def _put(self, remote: ThreadLane, phase: LanePhase, job: Callable[[Any], None]) -> None:
-        self.supervisor.begin(remote.status, phase)
+        self.supervisor.begin(remote, phase)
         remote.thread.put(partial(self._do, remote, job, "reset" if phase is LanePhase.RESETTING else "step"))
 
     def _do(self, remote: ThreadLane, job: Callable[[Any], None], does: str) -> None:
@@ -165,7 +162,7 @@ class ThreadNode(LanesElsewhere):
         self.call_times.add(clock() - begun[0])
         trace = self.trace
         if trace is not None:
-            trace.stepped(remote.status.index, begun[0], does)
+            trace.stepped(remote.index, begun[0], does)
         self._done.append((remote, error))
         del error  # whose traceback refers to this frame
         self._bell.ring()

@@ -49,7 +49,7 @@ class WorkerNode(LanesElsewhere):
                    than lanes
 
         program    module that a worker runs
-        link_of    makes the link to a lane's worker, of the lane's status, what makes its environments, and the node
+        link_of    makes the link to a lane's worker, of the lane's number, what makes its environments, and the node
 
     A lane is lost when its process ends, hangs, or its environment raises. Its open episodes end as truncated, and the
     lane is made again after a while, longer each time. A lane that is set aside gives the fragment that it has begun,
@@ -84,15 +84,14 @@ class WorkerNode(LanesElsewhere):
                 "instead of a vector environment that has been made already"
             ).see("pickle")
         itself: Any = weakref.proxy(self)  # which holds the links
-        links = [self.link_of(self.supervisor.add(LanePhase.MAKING), maker, itself) for maker in makers]
-        self.remotes += links
-        left = iter(links)
+        self.remotes += [self.link_of(lane, maker, itself) for lane, maker in enumerate(makers)]
+        left = iter(self.remotes)
         for size in sizes_of(len(makers), min(self._asked_workers or core_count(), len(makers))):
             self._workers.append(Worker(list(islice(left, size))))
             self._worker_of += [self._workers[-1]] * size
         for worker in self._workers:
             self._start_process(worker)
-        return [stand_in_for(self._first_answer(link)) for link in links]
+        return [stand_in_for(self._first_answer(link)) for link in self.remotes]
 
     def start(self) -> Iterator[Any]:
         """Have the environments of every lane reset, all at a time; the lanes come by `completed`.
@@ -102,7 +101,7 @@ class WorkerNode(LanesElsewhere):
         self._begin()
         for link, lane in zip(self.remotes, self.lanes, strict=True):
             link.lane = lane
-            self.supervisor.wait_for(link.status)
+            self.supervisor.wait_for(link)
             self._go_on(link)
         return iter(())
 
@@ -132,12 +131,12 @@ class WorkerNode(LanesElsewhere):
         return turns * len(self.remotes) + link.index, activity  # which says as well whose it is
 
     def ask(self, remote: LaneLink) -> None:
-        self.supervisor.watch(remote.status)  # before the worker can get on: all that it makes counts
+        self.supervisor.watch(remote)  # before the worker can get on: all that it makes counts
         remote.step()
 
     def _go_on(self, remote: LaneLink) -> None:
         remote.go_on()
-        self.supervisor.watch(remote.status)
+        self.supervisor.watch(remote)
 
     def _set_out(self, remote: LaneLink) -> Iterator[Any]:
         worker = self._worker_of[remote.index]
@@ -156,7 +155,7 @@ class WorkerNode(LanesElsewhere):
         worker = self._worker_of[remote.index]
         link = worker.at_work(remote)
         reason = link.late_with(text)
-        lanes = [each.index for each in worker.links if each.status.phase is not LanePhase.ASIDE]
+        lanes = [each.index for each in worker.links if each.phase is not LanePhase.ASIDE]
         if len(lanes) > 1 and worker.process is not None:
             shared = ", ".join(map(str, lanes))
             reason = f"{reason}; lanes {shared} share worker process {worker.process.pid}, which is killed"
@@ -167,7 +166,7 @@ class WorkerNode(LanesElsewhere):
         return remote.lose(reason)
 
     def lose_idle(self, remote: LaneLink) -> int:
-        return remote.lose_idle(remote.status.reason)
+        return remote.lose_idle(remote.reason)
 
     def has_no_step(self, remote: LaneLink) -> bool:
         return remote.has_no_step
@@ -179,7 +178,7 @@ class WorkerNode(LanesElsewhere):
     def _waits_for(self, remote: LaneLink, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
         worker, doing = self._worker_of[remote.index], remote.doing
         at_work, process = worker.at_work(remote), worker.process
-        if at_work is not remote and at_work.status.is_waited:
+        if at_work is not remote and at_work.is_waited:
             return  # the worker is at another of its lanes
         text, remedy, pid = doing.doing, "", "no process"
         if process is not None:
@@ -219,26 +218,25 @@ class WorkerNode(LanesElsewhere):
 
     def _all_answered(self, link: LaneLink, frames: Sequence[Frame]) -> Iterator[Any]:
         for answer in frames:
-            if link.status.phase is LanePhase.ASIDE:
+            if link.phase is LanePhase.ASIDE:
                 answer.discard()
             else:
                 yield from self._answered(link, answer)
 
     def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Any]:
-        status = link.status
         if answer.kind is FrameKind.FAILED:
             yield from self._failed(link, unpack(answer.payload))
         elif answer.kind is FrameKind.READY:
-            status.phase = LanePhase.MADE
-            if status.is_waited:
+            link.phase = LanePhase.MADE
+            if link.is_waited:
                 link.go_on()
         elif link.take(answer):
-            self.supervisor.come_back(status)
+            self.supervisor.come_back(link)
             yield link.lane
             if link.failure is not None:
                 yield from self._failed(link, link.failure)
         elif answer.kind is FrameKind.BEGUN:
-            self.supervisor.begin(status, LanePhase.STEPPING)
+            self.supervisor.begin(link, LanePhase.STEPPING)
 
     def _has_ended(self, worker: Worker, process: WorkerProcess) -> Iterator[Any]:
         """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
@@ -254,12 +252,12 @@ class WorkerNode(LanesElsewhere):
         self.supervisor.lost_steps += link.fail(failure)
         raised = RaisedError.in_fields(failure)
         # Environments that have been made before may well be made again: that they can't be now is a loss.
-        if link.status.phase is not LanePhase.MAKING:
+        if link.phase is not LanePhase.MAKING:
             if raised.is_refusal:
                 raise refusal(raised, link)
-            link.status.raised = raised
+            link.raised = raised
             for each in self.remotes:
-                each.status.has_stepped |= each.has_stepped
+                each.has_stepped |= each.has_made_steps
             self.supervisor.check_first_errors()
         told = "" if raised.traceback in self._logged else f"\n{raised.traceback}"
         if told:
@@ -279,7 +277,7 @@ class WorkerNode(LanesElsewhere):
         ended = "" if reasons else f"process {process.pid} {process.ended()}"
         process.kill()
         for link in worker.links:
-            if link.status.phase not in (LanePhase.LOST, LanePhase.ASIDE):
+            if link.phase not in (LanePhase.LOST, LanePhase.ASIDE):
                 self.give_up(link, reasons[link.index] if reasons else ended)
                 yield from self.begin_anew_or_leave(link)
 
@@ -287,10 +285,10 @@ class WorkerNode(LanesElsewhere):
 
     def _make(self, link: LaneLink) -> None:
         link.make()
-        self.supervisor.begin(link.status, LanePhase.MAKING)
+        self.supervisor.begin(link, LanePhase.MAKING)
 
     def _start_process(self, worker: Worker) -> None:
-        links = [link for link in worker.links if link.status.phase is not LanePhase.ASIDE]
+        links = [link for link in worker.links if link.phase is not LanePhase.ASIDE]
         process = worker.process = WorkerProcess(self.program, len(links), preload=self.program)
         if process.fileno() >= 0:
             handler = partial(WorkerNode._has_ended, worker=worker, process=process)
@@ -321,7 +319,7 @@ class WorkerNode(LanesElsewhere):
                 description: dict[str, Any] = unpack(answer.payload)
                 if answer.kind is FrameKind.FAILED:
                     raise refusal(RaisedError.in_fields(description), link)
-                link.status.phase = LanePhase.MADE
+                link.phase = LanePhase.MADE
                 return description
 
 

@@ -247,11 +247,11 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
             lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda _: lane_clock.has_looked(rollout, 0))
-            taken += taken_until(fragments, lambda _: records[1].status.phase is not LanePhase.LATE)
+            taken += taken_until(fragments, lambda _: records[1].phase is not LanePhase.LATE)
             lane_clock.go_on(rollout, 0.4)
-            taken += taken_until(fragments, lambda _: records[0].status.phase is LanePhase.LATE)
+            taken += taken_until(fragments, lambda _: records[0].phase is LanePhase.LATE)
             taken += taken_until(
-                fragments, lambda _: records[1].status.phase is not LanePhase.LATE
+                fragments, lambda _: records[1].phase is not LanePhase.LATE
             )  # it may have been by chance
             lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})

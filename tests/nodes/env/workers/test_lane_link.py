@@ -12,7 +12,6 @@ from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.workers.env_link import EnvLink
 from rollflow.nodes.env.workers.frames import FrameKind, frame, receive_frame
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 
 Ends = tuple[EnvLink, socket.socket, selectors.BaseSelector]
 
@@ -22,7 +21,7 @@ def ends() -> Iterator[Ends]:
     ours, theirs = socket.socketpair()
     [maker] = lane_makers("CartPole-v1", 1, None)
     with ours, theirs, selectors.DefaultSelector() as selector:
-        link = EnvLink(LaneStatus(0, LanePhase.MAKING), maker, Environments("CartPole-v1"))
+        link = EnvLink(0, maker, Environments("CartPole-v1"))
         link.connect(ours, selector, print)
         yield link, theirs, selector
 

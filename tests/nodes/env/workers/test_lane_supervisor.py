@@ -37,7 +37,7 @@ class Lanes(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 4))
     def start(self, count: int) -> None:
         for index in range(count):
-            self.supervisor.add(LanePhase.READY)
+            self.supervisor.lanes.append(LaneStatus(index, LanePhase.READY))
             self.out[index] = 1
 
     def lane(self, number: int) -> LaneStatus:
@@ -68,7 +68,7 @@ class Lanes(RuleBasedStateMachine):
         if lane.phase in (LanePhase.STEPPING, LanePhase.RESETTING):
             if lane.phase is LanePhase.STEPPING:
                 lane.made_step(LENGTH)
-                assert lane.failures == 0 or lane.steps < LENGTH
+                assert lane.failures == 0 or lane.whole_steps < LENGTH
             lane.phase = LanePhase.READY
             if lane.is_waited:
                 self.come_back(lane)
@@ -80,7 +80,7 @@ class Lanes(RuleBasedStateMachine):
             return
         before = lane.failures
         self.supervisor.fail(lane)
-        assert (lane.failures, lane.steps) == (before + 1, 0)
+        assert (lane.failures, lane.whole_steps) == (before + 1, 0)
         assert (lane.phase is LanePhase.ASIDE) == (lane.failures > MAX_FAILURES)
         if lane.phase is LanePhase.LOST:
             assert lane.due - self.now == pytest.approx(backoff.times.first_pause_s * 2**before)  # it grows
@@ -150,8 +150,7 @@ TestLanes = Lanes.TestCase
 
 def supervisor_of(count: int) -> LaneSupervisor:
     supervisor = LaneSupervisor(lambda lane: (0, Activity.STEP))
-    for _ in range(count):
-        supervisor.add(LanePhase.READY)
+    supervisor.lanes += [LaneStatus(index, LanePhase.READY) for index in range(count)]
     return supervisor
 
 

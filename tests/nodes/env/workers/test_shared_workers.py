@@ -62,7 +62,7 @@ class Link(LaneLink):
     """The link to a lane of which the activity alone matters."""
 
     def __init__(self, index: int, phase: LanePhase) -> None:
-        self.status, self.index = LaneStatus(index, phase), index
+        LaneStatus.__init__(self, index, phase)
         self._activity = ActivityFlag()
 
     @property
