@@ -62,7 +62,6 @@ class RolloutLink(LaneLink):
     def step(self) -> None:
         """Have the next fragment made."""
         self._turn()
-        self.phase = LanePhase.STEPPING
 
     def offer(self) -> None:
         """Have the newest weights used in the fragment that is being made, unless others are under way."""

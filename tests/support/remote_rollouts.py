@@ -130,7 +130,7 @@ def await_late(rollout: Rollout, clock: LaneClock, step_timeout: float = 0.3) ->
     # It had made something since it was last looked at.
     await_that(lambda: clock.has_looked(rollout, 0))
     clock.go_on(rollout, step_timeout + 0.1)
-    await_that(lambda: remote.status.phase is LanePhase.LATE)
+    await_that(lambda: remote.phase is LanePhase.LATE)
 
 
 def check_counts(fragments: list[Fragment], rollout: Rollout) -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -283,11 +283,7 @@ class Gateway:
         """
         with self._lock:
             host = self.host_of(request.lane)
-            try:
-                host.connection.ask(request)
-            except WireError as error:
-                self._could_not_ask(host, error)
-            self._write(host.connection)
+            self._send(host, host.connection.ask, request)
 
     def tell(self, host: RemoteHost, news: HostNews, through: wire.GatewayConnection) -> bool:
         """Tell a host something that needs no answer; False: it could not be told, since that connection is lost.
@@ -297,14 +293,10 @@ class Gateway:
         with self._lock:
             if host.connection is not through or host.lost_at is not None or not through.is_open:
                 return False
-            try:
-                host.connection.tell(news)
-            except WireError as error:
-                self._could_not_ask(host, error)
+            is_told = self._send(host, host.connection.tell, news)
+            if not is_told:
                 self._loop.wakeup.ring()
-                return False
-            self._write(host.connection)
-            return True
+            return is_told
 
     def is_behind(self, host: RemoteHost) -> bool:
         """True where much of what a host was told or asked is still on its way into the socket."""
@@ -366,14 +358,21 @@ class Gateway:
         parts = [", ".join(map(str, self._envs.addresses)), *self._loop.dialler.problems, *self.refusals, *started]
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {'; '.join(parts)}"
 
-    def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
-        peer = self._loop.peer_of(host.connection)
-        if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
-            self._loop.fail(peer, error, monotonic())
-        elif error.code == "frame":
-            self.expel(host, error)
-        else:
-            raise error
+    def _send(self, host: RemoteHost, say: Callable[[Any], None], message: Any) -> bool:
+        """Have a host's connection say something; False: it could not."""
+        try:
+            say(message)
+        except WireError as error:
+            peer = self._loop.peer_of(host.connection)
+            if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
+                self._loop.fail(peer, error, monotonic())
+            elif error.code == "frame":
+                self.expel(host, error)
+            else:
+                raise
+            return False
+        self._write(host.connection)
+        return True
 
     def _write(self, connection: wire.GatewayConnection) -> None:
         peer = self._loop.peer_of(connection)

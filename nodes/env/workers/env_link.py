@@ -65,7 +65,6 @@ class EnvLink(LaneLink):
             blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
         self._send_blocks(blocks)
         self.send(frame(kind, blocks.index, lane.row))
-        self.phase = LanePhase.STEPPING
 
     def take(self, answer: Frame) -> bool:
         """Have the lane take what its worker has written."""
@@ -125,7 +124,6 @@ class AgentLink(LaneLink):
         assert self._block is not None
         self._block.write_actions(self.lane.actions)
         self.send(frame(FrameKind.STEP))
-        self.phase = LanePhase.STEPPING
 
     def take(self, answer: Frame) -> bool:
         """Have the lane take what its worker has written."""

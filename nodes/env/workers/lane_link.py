@@ -107,7 +107,7 @@ class LaneLink(LaneStatus, abc.ABC):
         return call_under_way(self.lane, self.progress, **more)
 
     @property
-    def is_at_work(self) -> bool:
+    def has_its_turn(self) -> bool:
         """True while a worker that has several lanes is at this one."""
         return self._activity.is_at_work
 

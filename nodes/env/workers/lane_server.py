@@ -79,10 +79,6 @@ class LaneServer:
 
     # Inside
 
-    def _done(self, payload: bytes) -> bytes:
-        """The answer that a frame's work is done; b"" where there is nothing to say beside it."""
-        return frame_with(FrameKind.DONE, payload)
-
     def _do(self, asked: Frame) -> bytes:
         """Do what a frame asks for, and give the answer; b"" where there is none."""
         kind = asked.kind
@@ -129,7 +125,7 @@ class LaneServer:
     def _reset(self, asked: Frame) -> bytes:
         observations, infos = self._env.reset(self._seeds)
         self._blocks[asked.block][Columns.OBS].write(asked.number, observations)
-        return self._done(self._deviations.packed({"infos": infos} if infos else {}))
+        return frame_with(FrameKind.DONE, self._deviations.packed({"infos": infos} if infos else {}))
 
     def _stepped(self, asked: Frame) -> bytes:
         columns, row = self._blocks[asked.block], asked.number
@@ -146,7 +142,7 @@ class LaneServer:
             slots = np.flatnonzero(np.logical_or(terminateds, truncateds))
             columns[FINAL_OBS].write_items(0, slots, final[0])
             fields["final_infos"] = final[1]
-        return self._done(self._deviations.packed(fields))
+        return frame_with(FrameKind.DONE, self._deviations.packed(fields))
 
     def _agents_reset(self) -> bytes:
         observed, infos = self._env.reset(self._seeds)
@@ -164,10 +160,11 @@ class LaneServer:
         given = {kind: each for kind, each in infos.items() if len(each[0])}
         plain = {kind: self._infos.plain(each) for kind, (each, _) in given.items()}
         told = self._deviations.left_out
-        return self._done(
+        return frame_with(
+            FrameKind.DONE,
             self._deviations.packed(
                 plain, sent=lambda: {kind: self._infos.sent(*each, told) for kind, each in given.items()}
-            )
+            ),
         )
 
     def _answer(self, asked: Frame) -> None:

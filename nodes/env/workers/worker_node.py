@@ -37,9 +37,9 @@ class Worker:
 
     def at_work(self, link: LaneLink) -> LaneLink:
         """The lane that the process is at, where that is another one, else the lane itself."""
-        if len(self.links) == 1 or link.is_at_work:
+        if len(self.links) == 1 or link.has_its_turn:
             return link
-        return next((each for each in self.links if each.is_at_work), link)
+        return next((each for each in self.links if each.has_its_turn), link)
 
 
 class WorkerNode(LanesElsewhere):
@@ -131,7 +131,7 @@ class WorkerNode(LanesElsewhere):
         return turns * len(self.remotes) + link.index, activity  # which says as well whose it is
 
     def ask(self, remote: LaneLink) -> None:
-        self.supervisor.watch(remote)  # before the worker can get on: all that it makes counts
+        self.supervisor.begin(remote, LanePhase.STEPPING)  # before the worker can get on: all that it makes counts
         remote.step()
 
     def _go_on(self, remote: LaneLink) -> None:
