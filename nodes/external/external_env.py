@@ -56,7 +56,12 @@ class Logged:
 
 
 class EpisodeLane(VectorEnv[Any, Any, Any]):
-    """A vector environment with one slot, whose episodes a program plays in its own time.
+    """A vector environment with one slot, whose episodes a program plays in its own time, one after the other.
+
+    reward, infos    of the episode since its last action
+    has_action       whether there was an action
+    asked            what has no action yet; None: all have
+    is_waiting       whether a call waits for that action
 
     The lane's thread calls `reset` and `step`, which wait for the program; that calls `log` and `action_of`. Where
     nobody wants the rest of an episode any more, since the rollout was started anew, what is left of it is another
@@ -77,8 +82,15 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
         self._is_over = False  # the episode that `step` gave last
         self._error: Exception | None = None
         self._changed = threading.Condition()
+        self.begin_episode()
 
     # For the program
+
+    def begin_episode(self) -> None:
+        """Begin with an episode of which nothing is known."""
+        self.reward, self.has_action, self.is_waiting = 0.0, False, False
+        self.infos: dict[str, Any] = {}
+        self.asked: Logged | None = None
 
     def log(self, logged: Logged) -> None:
         """Take an observation; waits for nothing. Raises EnvError in the end."""
@@ -161,16 +173,6 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
         return map_tree(lambda like, leaf: np.asarray(leaf, like.dtype)[None], self._row, logged.observation)
 
 
-@dataclass(slots=True, eq=False)
-class _Episode:
-    lane: EpisodeLane
-    reward: float = 0.0  # since the action before
-    infos: dict[str, Any] = field(default_factory=dict)
-    has_action: bool = False
-    asked: Logged | None = None  # what has no action yet
-    is_waiting: bool = False  # a call, for that action
-
-
 class ExternalEnv:
     """Environments that step themselves, such as a game, a robot or a live service: they ask for actions, log rewards.
 
@@ -221,7 +223,7 @@ class ExternalEnv:
         kind: type[EnvHost | RolloutHost] = EnvHost if inference == "server" else RolloutHost
         self._host = kind(self._lanes, **options)
         self._free = list(self._lanes)
-        self._episodes: dict[EpisodeId, _Episode] = {}
+        self._episodes: dict[EpisodeId, EpisodeLane] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         connect = partial(self._host.connect, address, secret=secret, tls=tls, limits=limits, retry_s=retry_s)
@@ -242,7 +244,8 @@ class ExternalEnv:
                     f"{len(self._lanes)} episodes are being played, expected fewer, or "
                     f"ExternalEnv(episodes={len(self._lanes) + 1} or more)"
                 )
-            self._episodes[made] = _Episode(self._free.pop(0))
+            self._episodes[made] = lane = self._free.pop(0)
+            lane.begin_episode()
             return made
 
     def get_action(self, episode_id: EpisodeId, observation: Tree) -> Any:
@@ -289,10 +292,10 @@ class ExternalEnv:
             raise EnvError(f"episode {episode_id!r} waits for an action, expected it to come before the end")
         if episode.has_action:
             ended = not truncated, truncated
-            episode.lane.log(Logged(_copied(observation), episode.reward, episode.infos, ended))
+            episode.log(Logged(_copied(observation), episode.reward, episode.infos, ended))
         with self._lock:
             del self._episodes[episode_id]
-            self._free.append(episode.lane)
+            self._free.append(episode)
 
     def close(self) -> None:
         """Say goodbye, once the rollout has what was logged, or after 10 s; episodes that are open end as truncated."""
@@ -321,18 +324,18 @@ class ExternalEnv:
         if asked is None:
             asked = episode.asked = Logged(_copied(observation), episode.reward, episode.infos)
             episode.reward, episode.infos = 0.0, dict(taken)
-            episode.lane.log(asked)
+            episode.log(asked)
         elif not equal_trees(asked.observation, _copied(observation)):
             raise EnvError(f"episode {episode_id!r} waits for the action of another observation, expected the same one")
         episode.is_waiting = True
         try:
-            action = episode.lane.action_of(asked, self.timeout)
+            action = episode.action_of(asked, self.timeout)
         finally:
             episode.is_waiting = False
         episode.asked, episode.has_action = None, True
         return action
 
-    def _episode(self, episode_id: EpisodeId) -> _Episode:
+    def _episode(self, episode_id: EpisodeId) -> EpisodeLane:
         episode = self._episodes.get(episode_id)
         if episode is None:
             raise EnvError(f"there is no episode {episode_id!r}, expected one that start_episode gave, and not ended")

@@ -20,36 +20,23 @@ Published = Mapping[Any, tuple[int, Weights]]  # module id -> version and weight
 class LanePlan:
     """Plan of one lane's rollout.
 
-    lane, first_slot    its number, and that of its first slot, among all of the rollout's
-    sequence            number of its first fragment
-    first_step          the run's vector step at which it begins
-    fragment_length     vector steps in a fragment (T)
-    lookback            steps of the fragment before in each (H)
-    seed                of environments and sampling
-    acting              how forward passes are done: what `ModuleForward` takes beside module and weights
-    slot_seeds          one seed for each slot of the lane; None: they follow from `seed`
+    environments    keywords of the node that steps its environments: see `LaneSource`
+    sequence        number of its first fragment
+    first_step      the run's vector step at which it begins
+    lookback        steps of the fragment before in each (H)
+    acting          how forward passes are done: what `ModuleForward` takes beside module and weights
     """
 
-    lane: int
-    first_slot: int
+    environments: Mapping[str, Any]
     sequence: int
     first_step: int
-    fragment_length: int
     lookback: int
-    seed: int
     acting: Mapping[str, Any]
-    slot_seeds: Sequence[int] | None = None
 
     @property
-    def env_options(self) -> dict[str, Any]:
-        """Keywords of the node that steps the lane's environments."""
-        return {
-            "fragment_length": self.fragment_length,
-            "seed": self.seed,
-            "slot_seeds": self.slot_seeds,
-            "first_lane": self.lane,
-            "first_slot": self.first_slot,
-        }
+    def seed(self) -> int:
+        """The seed of environments and sampling."""
+        return int(self.environments["seed"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +101,7 @@ class Replica:
         They act from the plan's first fragment on.
         """
         acting = self._acting
-        environments = (_OneLane if isinstance(acting, Acting) else _SeveralLane)(site, **plan.env_options)
+        environments = (_OneLane if isinstance(acting, Acting) else _SeveralLane)(site, **plan.environments)
         environments.begin_at(plan.first_step)
         acting.set_spaces(environments)
         acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)

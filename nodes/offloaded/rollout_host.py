@@ -235,16 +235,13 @@ class RolloutLane:
         if states is not None:  # before the first observations go through
             for name, pipeline in replica.named_pipelines:
                 pipeline.set_state(states[name])
-        plan = LanePlan(
-            lane=grant.lane,
-            first_slot=grant.first_slot,
-            sequence=session.sequence,
-            first_step=first_step,
-            fragment_length=settings.fragment_length,
-            lookback=settings.lookback,
-            seed=session.seed,
-            acting=how,
-        )
+        environments = {
+            "first_lane": grant.lane,
+            "first_slot": grant.first_slot,
+            "fragment_length": settings.fragment_length,
+            "seed": session.seed,
+        }
+        plan = LanePlan(environments, session.sequence, first_step, settings.lookback, how)
         site = LaneSite(self.env, deviations=self._deviations)
         rollout = LaneRollout(site, plan, replica, between=partial(self._between, session))
         with self._changed:

@@ -82,18 +82,14 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
         """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""
         lane, is_listed = token.index, self.slot_seeds is not None and not starts
-        plan = LanePlan(
-            lane=lane,
-            first_slot=self.first_slots()[lane],
-            sequence=token.sequence,
-            first_step=token.step,
-            fragment_length=self.fragment_length,
-            lookback=self.lookback,
-            seed=seed_for(self.seed, "restart", starts) if starts else self.seed,
-            acting=self.how,
-            slot_seeds=tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
-        )
-        return Replica.of(self.acting), plan
+        environments = {
+            "first_lane": lane,
+            "first_slot": self.first_slots()[lane],
+            "fragment_length": self.fragment_length,
+            "seed": seed_for(self.seed, "restart", starts) if starts else self.seed,
+            "slot_seeds": tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
+        }
+        return Replica.of(self.acting), LanePlan(environments, token.sequence, token.step, self.lookback, self.how)
 
     # Inside
 
