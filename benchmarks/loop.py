@@ -1,5 +1,6 @@
 """The loop that somebody would write by hand, and what it is made of."""
 
+import warnings
 from functools import partial
 from multiprocessing import get_context
 from time import perf_counter
@@ -43,7 +44,9 @@ class Loop:
         self._act: Any = act.forward
         if is_traced:
             seen = torch.from_numpy(np.zeros_like(env.reset(seed=0)[0]))
-            self._act = torch.jit.freeze(torch.jit.trace(act.eval(), seen, check_trace=False))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # people have such loops all the same
+                self._act = torch.jit.freeze(torch.jit.trace(act.eval(), seen, check_trace=False))
         # In gymnasium's NEXT_STEP mode the step after an end only resets.
         self._resets_next_step = env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
         shape, space = (FRAGMENT_LENGTH, env.num_envs), env.single_observation_space
