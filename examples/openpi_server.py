@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
 from rollflow import Policy
-from rollflow.policy.serving.items import item_from, pack, unpack
+from rollflow.policy.serving.request import item_from, pack, unpack
 
 INTERNAL_ERROR = 1011
 

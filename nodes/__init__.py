@@ -18,21 +18,17 @@ if TYPE_CHECKING:
         SingleAgentObservationPreprocessor as SingleAgentObservationPreprocessor,
     )
     from rollflow.nodes.connectors.lambda_connector import LambdaConnector as LambdaConnector
-    from rollflow.nodes.connectors.learner.advantages import (
+    from rollflow.nodes.connectors.learner.train_columns import (
+        AddNextObservationsFromEpisodesToTrainBatch as AddNextObservationsFromEpisodesToTrainBatch,
         ClipRewards as ClipRewards,
         ComputeReturnsToGo as ComputeReturnsToGo,
         NStepReturns as NStepReturns,
     )
-    from rollflow.nodes.connectors.learner.train_columns import (
-        AddNextObservationsFromEpisodesToTrainBatch as AddNextObservationsFromEpisodesToTrainBatch,
-    )
     from rollflow.nodes.connectors.module_to_env.action_pieces import (
         ClipActions as ClipActions,
-        NormalizeAndClipActions as NormalizeAndClipActions,
-    )
-    from rollflow.nodes.connectors.module_to_env.exploration import (
         GaussianNoise as GaussianNoise,
         Linear as Linear,
+        NormalizeAndClipActions as NormalizeAndClipActions,
         OrnsteinUhlenbeckNoise as OrnsteinUhlenbeckNoise,
         Temperature as Temperature,
     )

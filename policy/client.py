@@ -26,7 +26,6 @@ from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION
 from rollflow.nodes.policies.space_text import space_of
-from rollflow.policy.serving.items import pack, unpack
 from rollflow.policy.serving.request import (
     PROTOCOL,
     ClosedError,
@@ -37,6 +36,8 @@ from rollflow.policy.serving.request import (
     SessionLostError,
     UnansweredError,
     UnknownPolicyError,
+    pack,
+    unpack,
 )
 from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at, with_tuples

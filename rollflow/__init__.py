@@ -15,13 +15,13 @@ from rollflow.stream.data.lazy_names import lazy_names
 if TYPE_CHECKING:
     from rollflow.nodes.connectors.common.episode_columns import FrameStacking as FrameStacking
     from rollflow.nodes.connectors.connector_v2 import ConnectorV2 as ConnectorV2
-    from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter as MeanStdFilter
-    from rollflow.nodes.connectors.learner.advantages import (
+    from rollflow.nodes.connectors.env_to_module.observation_pieces import MeanStdFilter as MeanStdFilter
+    from rollflow.nodes.connectors.learner.train_columns import (
         GeneralAdvantageEstimation as GeneralAdvantageEstimation,
         VTrace as VTrace,
+        minibatches as minibatches,
     )
-    from rollflow.nodes.connectors.learner.train_columns import minibatches as minibatches
-    from rollflow.nodes.connectors.module_to_env.exploration import EpsilonGreedy as EpsilonGreedy
+    from rollflow.nodes.connectors.module_to_env.action_pieces import EpsilonGreedy as EpsilonGreedy
     from rollflow.nodes.env.remote.env_host import EnvHost as EnvHost
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs as RemoteEnvs, RemoteRollouts as RemoteRollouts
     from rollflow.nodes.modules.default_module import DefaultModelConfig as DefaultModelConfig

@@ -15,7 +15,7 @@ from extras import needs
 from served_policies import Sums, policy_of
 from websockets.sync.client import connect
 
-from rollflow.policy.serving.items import pack, unpack
+from rollflow.policy.serving.request import pack, unpack
 
 ROOT = Path(__file__).parent.parent
 

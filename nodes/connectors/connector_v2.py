@@ -29,12 +29,13 @@ import numpy as np
 from rollflow.nodes.connectors.list_form import (
     BatchedArray as BatchedArray,
     Episodes as Episodes,
+    Space as Space,
     change_items,
+    check_is_space,
     items_of,
     paired_with_items,
     single_agent_episodes,
 )
-from rollflow.nodes.connectors.spaces import Space as Space, check_is_space
 from rollflow.nodes.connectors.state_watch import StateWatch, check_same
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.tree import leaves_of, map_tree

@@ -25,26 +25,25 @@ from rollflow.nodes.connectors.common.episode_columns import (
 )
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter, parts_like
 from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     FlattenObservations,
+    MeanStdFilter,
     OneHotObservations,
     PrevActionsPrevRewards,
+    parts_like,
 )
 from rollflow.nodes.connectors.module_to_env.action_pieces import (
     ClipActions,
+    EpsilonGreedy,
+    GaussianNoise,
     GetActions,
     ListifyDataForVectorEnv,
     ModuleToAgentUnmapping,
     NormalizeAndClipActions,
-    RemoveSingleTsTimeRankFromBatch,
-    UnBatchToIndividualItems,
-)
-from rollflow.nodes.connectors.module_to_env.exploration import (
-    EpsilonGreedy,
-    GaussianNoise,
     OrnsteinUhlenbeckNoise,
+    RemoveSingleTsTimeRankFromBatch,
     Temperature,
+    UnBatchToIndividualItems,
 )
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within

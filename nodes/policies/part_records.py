@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.module_to_env.exploration import Linear
+from rollflow.nodes.connectors.module_to_env.action_pieces import Linear
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.default_module import DefaultModelConfig
 from rollflow.nodes.modules.rl_module import RLModule

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.nodes.connectors.learner.advantages import device_of
+from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import (
     EnvToModulePipeline,

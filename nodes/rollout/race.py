@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.learner.advantages import device_of
+from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.env.env_source import count_of
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.learner.advantages import device_of
+from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful

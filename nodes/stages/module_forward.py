@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rollflow.nodes.connectors.connector_v2 import Batch
-from rollflow.nodes.connectors.learner.advantages import device_of
+from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward

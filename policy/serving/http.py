@@ -21,8 +21,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
 from rollflow.nodes.policies.space_text import described
-from rollflow.policy.serving.items import CONTENT_TYPE, item_from, pack, plain, unpack
 from rollflow.policy.serving.request import (
+    CONTENT_TYPE,
     PROTOCOL,
     Acted,
     ActRequest,
@@ -30,6 +30,10 @@ from rollflow.policy.serving.request import (
     RequestError,
     ServingError,
     UnknownPolicyError,
+    item_from,
+    pack,
+    plain,
+    unpack,
 )
 from rollflow.policy.serving.shelf import Shelf, Watcher
 from rollflow.stream.data.errors import EnvError, WireError, shown

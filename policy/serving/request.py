@@ -1,7 +1,15 @@
-"""Requests for an action and their answers, and the errors that a server gives instead."""
+"""Requests for an action and their answers, the errors that a server gives instead, and items as clients write them.
+
+Items are in JSON or msgpack; arrays in msgpack are as msgpack-numpy has them.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import gymnasium as gym
+import msgpack
+import numpy as np
+from gymnasium import spaces
 
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.tree import Tree
@@ -121,3 +129,146 @@ class Acted(NamedTuple):
 
 
 Outcome = Acted | Exception
+
+
+CONTENT_TYPE = "application/msgpack"
+_NUMBERS = "biuf"  # kinds of their dtypes; never objects: their bytes are pickles
+_ARRAY_MARK, _NUMBER_MARK = "__ndarray__", "__npgeneric__"
+
+
+def item_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ...] = ()) -> Tree:
+    """An item of the space, a tree of arrays dtype[...] in the space's dtypes, out of what a client wrote.
+
+        value    numbers, nested lists or arrays; objects for Dict spaces, lists for Tuple spaces
+        field    the value's place in the request, for the error
+        lead     (N,) for N items, in arrays dtype[N, ...]; (): for one
+
+    Raises RequestError, with the field, for anything else: another shape, other keys, fractions where whole numbers
+    belong, numbers that are NaN, and what lies outside of a discrete space.
+    """
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{field} is {_kind(value)}, expected an object with {', '.join(map(repr, space))}")
+        if value.keys() != space.keys():
+            missing = ", ".join(repr(key) for key in space if key not in value)
+            unknown = ", ".join(repr(key) for key in value if key not in space.keys())
+            raise RequestError(f"{field}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
+        return {key: item_from(part, value[key], f"{field}.{key}", lead) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != len(space):
+            raise RequestError(f"{field} is {_kind(value)}, expected a list of {len(space)}")
+        return tuple(item_from(part, value[i], f"{field}[{i}]", lead) for i, part in enumerate(space))
+    return _array_from(space, value, field, lead)
+
+
+def plain(tree: Tree) -> Any:
+    """A tree of arrays any[...] as lists and numbers, for JSON."""
+    if isinstance(tree, Mapping):
+        return {key: plain(part) for key, part in tree.items()}
+    if isinstance(tree, tuple):
+        return [plain(part) for part in tree]
+    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
+
+
+def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ...]) -> Any:
+    shape = (*lead, *(space.shape or ()))
+    expected = f"expected {space.dtype}{list(shape)}"
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        raise RequestError(f"{field} is a ragged list, {expected}") from None
+    if array.dtype.kind not in _NUMBERS:
+        where, part = _not_a_number(value, field)
+        raise RequestError(f"{where} is {_kind(part)}, {expected}{'' if where == field else f' for {field}'}")
+    if array.shape != shape:
+        raise RequestError(f"{field} has shape {list(array.shape)}, {expected}")
+    made = array.astype(space.dtype)
+    if made.dtype.kind == "f":
+        if not np.isfinite(made).all():
+            raise RequestError(f"{field} has NaN or infinite numbers, {expected}, all of them finite")
+    elif not np.array_equal(made, array):
+        raise RequestError(f"{field} has numbers that are not {space.dtype}, {expected}")
+    else:
+        _check_discrete(space, made if lead else made[None], field, " of observation {}" if lead else "")
+    return made[()] if not made.ndim else made
+
+
+def _check_discrete(space: gym.Space[Any], items: Any, field: str, which: str) -> None:
+    """Raise RequestError where items of a discrete space, an array any[N, ...] in its dtype, lie outside of it."""
+    if isinstance(space, spaces.Discrete):
+        outside = (items < space.start) | (items >= space.start + space.n)
+    elif isinstance(space, spaces.MultiDiscrete):
+        outside = (items < space.start) | (items >= space.start + space.nvec)
+    elif isinstance(space, spaces.MultiBinary):
+        outside = (items != 0) & (items != 1)
+    else:
+        return
+    if outside.any():
+        place = int(np.argmax(outside.reshape(len(items), -1).any(axis=1)))
+        raise RequestError(f"{field}{which.format(place)} is {items[place].tolist()}, expected an item of {space}")
+
+
+def _not_a_number(value: Any, field: str) -> tuple[str, Any]:
+    """Place and value of the first item within nested lists that is no number."""
+    for place, item in enumerate(value if isinstance(value, list | tuple) else ()):
+        if np.asarray(item).dtype.kind not in _NUMBERS:
+            return _not_a_number(item, f"{field}[{place}]")
+    return field, value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "a text", type(None): "null"}
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return names.get(type(value), type(value).__name__)
+
+
+def pack(message: Any) -> bytes:
+    """A message as msgpack; arrays of bool, integer or float [...], and numpy's numbers, keep dtype and shape."""
+    packed: bytes = msgpack.packb(message, default=_packed)
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """A message from msgpack; its arrays are read-only.
+
+    Raises RequestError for what is no msgpack, and for arrays that are not numbers.
+    """
+    try:
+        return msgpack.unpackb(data, object_hook=_unpacked, strict_map_key=False)
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(f"the message is no msgpack: {type(error).__name__}: {error}") from None
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
+        return {_ARRAY_MARK.encode(): True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
+        return {_NUMBER_MARK.encode(): True, b"data": value.item(), b"dtype": value.dtype.str}
+    raise TypeError(f"{type(value).__name__} can't be sent, expected numbers, texts, lists, maps and arrays of numbers")
+
+
+def _unpacked(message: dict[Any, Any]) -> Any:
+    fields = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: key for key in message}
+    if _ARRAY_MARK not in fields and _NUMBER_MARK not in fields:
+        return message
+    try:
+        dtype = np.dtype(_text(message[fields["dtype"]]))
+        data = message[fields["data"]]
+        if dtype.kind not in _NUMBERS:
+            raise RequestError(f"an array has dtype {dtype}, expected numbers")
+        if _NUMBER_MARK in fields:
+            return dtype.type(data)
+        return np.frombuffer(data, dtype).reshape(message[fields["shape"]])
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"an array can't be read: {error}; expected dtype, shape and data, the bytes of its items in C order"
+        ) from None
+
+
+def _text(value: Any) -> str:
+    return value.decode("ascii") if isinstance(value, bytes) else str(value)

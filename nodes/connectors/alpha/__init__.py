@@ -21,9 +21,9 @@ import torch
 from gymnasium import spaces
 
 from rollflow.nodes.connectors.connector_v2 import Space
+from rollflow.nodes.connectors.list_form import check_has_numbers
 from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions, NormalizeAndClipActions
-from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass
-from rollflow.nodes.connectors.spaces import check_has_numbers
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import NamedPieces, NameOrClass
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns

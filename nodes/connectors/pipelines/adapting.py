@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Space
 from rollflow.nodes.connectors.env_to_module.observation_pieces import ObservationRewriter
-from rollflow.nodes.connectors.list_form import map_column
+from rollflow.nodes.connectors.list_form import check_is_space, map_column
 from rollflow.nodes.connectors.module_to_env.action_pieces import ListifyDataForVectorEnv
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
-from rollflow.nodes.connectors.spaces import check_is_space
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.space import ARRAYS, Leaf, Numerics, leaves_within, tree_of

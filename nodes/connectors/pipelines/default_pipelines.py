@@ -26,9 +26,9 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     NormalizeAndClipActions,
     RemoveSingleTsTimeRankFromBatch,
     UnBatchToIndividualItems,
+    arrange_exploration,
     same_items,
 )
-from rollflow.nodes.connectors.module_to_env.exploration import arrange_exploration
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.fused import FusedActions, FusedObservations
 from rollflow.nodes.modules.evaluating import evaluating

@@ -34,11 +34,11 @@ from rollflow.nodes import (
 )
 from rollflow.nodes.connectors.common.batches import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS, AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.learner.advantages import discounted_sums
 from rollflow.nodes.connectors.learner.train_columns import (
     AddColumnsFromEpisodesToTrainBatch,
     AddInfosFromEpisodesToTrainBatch,
     AddOneTsToEpisodesAndTruncate,
+    discounted_sums,
 )
 from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.fragments.fragment import FragmentEpisodes

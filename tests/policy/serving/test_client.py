@@ -26,7 +26,6 @@ from websockets.sync.server import serve
 from rollflow import Policy, PolicyClient
 from rollflow.nodes import DefaultModule
 from rollflow.policy.serving import BatchOptions, HttpServer
-from rollflow.policy.serving.items import pack, unpack
 from rollflow.policy.serving.request import (
     ClosedError,
     OverloadedError,
@@ -36,6 +35,8 @@ from rollflow.policy.serving.request import (
     SessionLostError,
     UnansweredError,
     UnknownPolicyError,
+    pack,
+    unpack,
 )
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import TcpAddress, parse_address

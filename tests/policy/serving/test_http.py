@@ -13,7 +13,7 @@ from websockets.sync.client import connect
 
 from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
-from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
+from rollflow.policy.serving.request import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream import WireError
 
