@@ -38,11 +38,12 @@ MARK = "rollflow.files"
 DESCRIPTION, _SUFFIX = "dataset.json", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
 _AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
-_OF_OTHERS = {  # a file that tells what a folder is, and whose it is
+_OF_OTHERS = {  # files that tell what a folder is, and whose it is
     "data/metadata.json": "a dataset of Minari's",
     "metadata.json": "the data of a dataset of Minari's",
     "meta/info.json": "another library's dataset",
     "manifest.json": "a replay's checkpoint or a policy",
+    **{f"{kind}/*{_SUFFIX}": f"a dataset without its {DESCRIPTION}" for kind in (STEPS, EPISODES, ENV_EPISODES)},
 }
 
 logger = logging.getLogger(__name__)
@@ -160,16 +161,11 @@ class DatasetFolder(LockedFolder):
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
         if (self.path / DESCRIPTION).exists():
             return
-        for name, owner in _OF_OTHERS.items():
-            if (self.path / name).exists():
-                text = f"{self.path} has {name}, as {owner} has, expected a dataset, or a folder without one"
+        for pattern, owner in _OF_OTHERS.items():
+            for found in sorted(self.path.glob(pattern)):
+                name = found.relative_to(self.path)
+                text = f"{self.path} has {name}, as {owner} has, expected a dataset, or a folder without such files"
                 raise DatasetError(text).see("dataset")
-        for kind in [*self._kinds(), ENV_EPISODES]:
-            if found := sorted((self.path / kind).glob(f"*{_SUFFIX}")):
-                raise DatasetError(
-                    f"{self.path} has {kind}/{found[0].name} but no {DESCRIPTION}, expected a dataset, or a folder "
-                    f"without files in {STEPS} and {EPISODES}"
-                ).see("dataset")
 
     def remove_left(self) -> list[int]:
         """Remove files that were never committed, which a killed sink has left; return the numbers of the others.

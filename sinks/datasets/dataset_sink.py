@@ -175,19 +175,12 @@ def _described(rollout: AnyRollout) -> dict[str, Any]:
     """Id of the environment if it is known, its keywords, seed, and names of the classes of modules and pieces."""
     env = rollout.environments.envs[0]
     spec = getattr(env, "spec", None) or getattr(next(iter(getattr(env, "envs", ())), None), "spec", None)
-    described = {"env": None if spec is None else spec.id, "seed": rollout.seed}
-    if isinstance(rollout, Rollout):
-        if rollout.env_kwargs:
-            described["env_kwargs"] = {name: _plain(value) for name, value in rollout.env_kwargs.items()}
-        return described | {
-            "module": _name_of(rollout.module),
-            "env_to_module": _pieces_of(rollout.env_to_module),
-            "module_to_env": _pieces_of(rollout.module_to_env),
-        }
-    return described | {
-        "module": {str(module_id): _name_of(module) for module_id, module in rollout.module.items()},
-        "env_to_module": [_pieces_of(each) for each in rollout.env_to_module],
-        "module_to_env": [_pieces_of(each) for each in rollout.module_to_env],
+    kwargs = rollout.env_kwargs if isinstance(rollout, Rollout) else {}
+    return {
+        "env": None if spec is None else spec.id,
+        "seed": rollout.seed,
+        **({"env_kwargs": {name: _plain(value) for name, value in kwargs.items()}} if kwargs else {}),
+        **{name: _names_in(getattr(rollout, name)) for name in ("module", "env_to_module", "module_to_env")},
     }
 
 
@@ -195,8 +188,13 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def _pieces_of(pipeline: ConnectorPipelineV2) -> list[str]:
-    return [_name_of(piece) for piece in pipeline.connectors]
+def _names_in(part: Any) -> Any:
+    """Name of a module's class, or those of modules by id, of a pipeline's pieces, or of several pipelines'."""
+    if isinstance(part, Mapping):
+        return {str(key): _name_of(each) for key, each in part.items()}
+    if isinstance(part, ConnectorPipelineV2):
+        return [_name_of(piece) for piece in part.connectors]
+    return [_names_in(each) for each in part] if isinstance(part, list | tuple) else _name_of(part)
 
 
 def _name_of(thing: Any) -> str:

@@ -8,7 +8,6 @@ import ssl
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import inf
-from operator import itemgetter
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -25,7 +24,7 @@ from rollflow.nodes.argument_checks import checked_number, is_whole
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.replay import Batch, Replay, Waiting
+from rollflow.sinks.replay.replay import Batch, Replay
 from rollflow.sinks.replay.sampled_steps import IDS
 from rollflow.sinks.trainer.messages import arrays_of
 from rollflow.sinks.trainer.stream import Sources, TrainerStream
@@ -41,7 +40,6 @@ from rollflow.stream.net.transport import check_server_tls, transport_for
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _TICK_S = 0.25
-_MOST_CLIENTS = 1024
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _WINDOW = 64  # queries that a sampler may have under way
 _MOST_WAIT_S = 1e6
@@ -65,17 +63,12 @@ class SamplerPeer(Peer[wire.ReplayConnection]):
 
 @dataclass(slots=True, eq=False)
 class PendingQuery:
-    """Query of a sampler without an answer.
-
-    due     when it is over, as far as that is known
-    wait    None: it does not wait for the rate yet
-    """
+    """Query of a sampler without an answer, and when it is over, as far as that is known."""
 
     session: wire.ServerSession
     query: wire.Query
     came_at: float
     due: float = inf
-    wait: Waiting | None = None
 
 
 class SampleServer:
@@ -172,8 +165,6 @@ class SampleServer:
     def _take_in(self, peer: SamplerPeer, hello: wire.Hello) -> None:
         """Take in a sampler that has proved itself: a new one, or one that comes back."""
         older = self._clients.get(hello.session)
-        if older is None:
-            self._make_room()
         session = wire.ServerSession(hello.session, _WINDOW) if older is None else older.session
         assert session is not None
         peer.connection.welcome(session, credits=session.window)
@@ -186,14 +177,6 @@ class SampleServer:
         """The newest connection of a session; None: it is known no longer."""
         peer = self._clients.get(session.token)
         return peer if peer is not None and peer.session is session else None
-
-    def _make_room(self) -> None:
-        if len(self._clients) < _MOST_CLIENTS:
-            return
-        lost = [(each.lost_at, each) for each in self._clients.values() if each.lost_at is not None]
-        if not lost:
-            raise WireError(f"{_MOST_CLIENTS} clients are served already, expected fewer", "busy")
-        self._forget(min(lost, key=itemgetter(0))[1])
 
     def _forget_lost(self, now: float) -> None:
         """Forget samplers that have had their time to come back."""
@@ -221,8 +204,7 @@ class SampleServer:
 
     def _end(self, pending: PendingQuery) -> None:
         self._queries.remove(pending)
-        if pending.wait is not None:
-            self._replay.turns.end_wait(pending.wait)
+        self._replay.turns.end_wait(pending)
 
     def _answer(self, session: wire.ServerSession, result: wire.Result) -> None:
         if (peer := self._peer_of(session)) is None:
@@ -274,8 +256,7 @@ class SampleServer:
         is_away, may_sample = peer.lost_at is not None, replay.may_sample(count)
         if (is_away or not may_sample) and now < pending.came_at + wait_s:
             pending.due = pending.came_at + wait_s
-            if pending.wait is None:
-                pending.wait = replay.turns.begin_wait("sample", self._loop.wakeup.ring)
+            replay.turns.begin_wait(pending, "sample", self._loop.wakeup.ring)
             return None
         if is_away:
             raise ReplayError("the sampler was away")

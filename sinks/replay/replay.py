@@ -12,7 +12,7 @@ from itertools import chain, repeat
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -48,14 +48,6 @@ Parts = Sequence[tuple[ReplayTable, Fragment]]
 T = TypeVar("T")
 
 
-class Waiting(NamedTuple):
-    """A side that waits since a time of `monotonic`, and what has it look again, called with the lock held."""
-
-    side: Side
-    since: float
-    wake: Callable[[], object]
-
-
 class Turns:
     """Lets threads, and tasks of any event loop, wait until their side may go on.
 
@@ -65,42 +57,41 @@ class Turns:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
-        self._waiting: list[Waiting] = []
+        self._waiting: dict[object, tuple[Side, float, Callable[[], object]]] = {}  # who: side, since when, how woken
 
     @property
     def waiting(self) -> Side | None:
         """The side that waits now; None: neither does."""
-        return self._waiting[0].side if self._waiting else None
+        return next((side for side, _, _ in self._waiting.values()), None)
 
     def waited_s(self, side: Side) -> float:
         """Seconds for which a side has waited, until now."""
         now = monotonic()
-        return self._waited[side] + sum(now - each.since for each in self._waiting if each.side == side)
+        return self._waited[side] + sum(now - since for each, since, _ in self._waiting.values() if each == side)
 
     def notify(self) -> None:
         """Have those that wait look again; in any thread. The lock is held."""
-        for each in self._waiting:
-            each.wake()
+        for _, _, wake in self._waiting.values():
+            wake()
 
-    def begin_wait(self, side: Side, wake: Callable[[], object]) -> Waiting:
-        """Have `wake` called at each change, from now on, and count the time."""
+    def begin_wait(self, who: object, side: Side, wake: Callable[[], object]) -> None:
+        """Have `wake` called at each change, with the lock held, and count the time; again does nothing."""
         with self.lock:
-            self._waiting.append(wait := Waiting(side, monotonic(), wake))
-        return wait
+            self._waiting.setdefault(who, (side, monotonic(), wake))
 
-    def end_wait(self, wait: Waiting) -> None:
-        """End a wait that has begun."""
+    def end_wait(self, who: object) -> None:
+        """End a wait, if it has begun."""
         with self.lock:
-            self._waiting.remove(wait)
-            self._waited[wait.side] += monotonic() - wait.since
+            if (wait := self._waiting.pop(who, None)) is not None:
+                self._waited[wait[0]] += monotonic() - wait[1]
 
     @contextmanager
     def _counted(self, side: Side, wake: Callable[[], object]) -> Iterator[None]:
-        wait = self.begin_wait(side, wake)
+        self.begin_wait(who := object(), side, wake)
         try:
             yield
         finally:
-            self.end_wait(wait)
+            self.end_wait(who)
 
     def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None, report: Callable[[], object]) -> T:
         """Wait, with the lock held, until a side may go on: what `admits` returned last.
