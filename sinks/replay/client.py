@@ -78,7 +78,7 @@ class ReplayClient:
         """
         count = None if count is None else checked_count("count", count, 1)
         wait_s = _HOSTS_SHARE * self.timeout if wait_s is None else float(wait_s)
-        columns = self._ask("sample", {"count": count, "wait_s": wait_s}).columns
+        columns = self._link.ask(self.timeout, "sample", {"count": count, "wait_s": wait_s}).columns
         return tensors_of({name: with_tuples(tree) for name, tree in columns.items()})
 
     def update_priorities(self, ids: Any, values: Any, module_id: str | None = None) -> None:
@@ -89,7 +89,7 @@ class ReplayClient:
         module_id    of several agents: the module whose batch it was
         """
         arrays = {"ids": as_array(ids).astype(np.int64), "values": detached(values)}
-        self._ask("update_priorities", {"module_id": module_id}, arrays)
+        self._link.ask(self.timeout, "update_priorities", {"module_id": module_id}, arrays)
 
     def publish(self, weights: Mapping[str, Any]) -> int:
         """Have all rollouts act with a module's `state_dict()`; returns its policy version.
@@ -102,7 +102,7 @@ class ReplayClient:
         sent = copied_weights(weights)
         frame_size(sent)  # which raises for what can't be sent
         values = {"dtypes": sent.dtypes, "others": sent.others}
-        version: int = self._ask("publish", values, sent.tensors).values["version"]
+        version: int = self._link.ask(self.timeout, "publish", values, sent.tensors).values["version"]
         return version
 
     def report(self, module_id: str | None = None) -> ReplayReport:
@@ -110,21 +110,12 @@ class ReplayClient:
 
         module_id    of several agents: the module; None: all together
         """
-        report = self._ask("report", {"module_id": module_id}).values
+        report = self._link.ask(self.timeout, "report", {"module_id": module_id}).values
         return ReplayReport(**{each.name: report[each.name] for each in fields(ReplayReport)})
 
     def close(self) -> None:
         """Say goodbye; calls under way raise ReplayError."""
         self._link.close()
-
-    def _ask(
-        self, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
-    ) -> wire.Result:
-        """The host's answer to a query. Raises ReplayError if the host has refused it, or does not answer in time."""
-        result = self._link.ask(WaitReminder(self.timeout), name, values, arrays or {})
-        if result.problem is not None:
-            raise ReplayError(result.problem).see("replay")
-        return result
 
     def __enter__(self) -> Self:
         return self
@@ -153,13 +144,14 @@ class _Link:
         self._thread.start()
 
     def ask(
-        self, patience: WaitReminder, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any]
+        self, timeout: float, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
     ) -> wire.Result:
-        """The answer to a query. Raises ReplayError where none comes in time."""
+        """The answer to a query. Raises ReplayError where none comes in time, and if the host has refused it."""
+        patience = WaitReminder(timeout)
         with self._changed:
             self._wait(patience, lambda: self._session.may_ask)
             number = self._session.number + 1
-            self._send(wire.Query(number, self._session.done, name, values, arrays))
+            self._send(wire.Query(number, self._session.done, name, values, arrays or {}))
             results = self._results
             results[number] = None
             try:
@@ -169,8 +161,10 @@ class _Link:
                 raise
             finally:
                 result = results.pop(number)
-            assert result is not None
-            return result
+        assert result is not None
+        if result.problem is not None:
+            raise ReplayError(result.problem).see("replay")
+        return result
 
     def _wait(self, patience: WaitReminder, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or ReplayError."""

@@ -1,15 +1,18 @@
 """Learner pieces that work on what a replay has sampled: n-step returns, and goals in hindsight."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, GoalFunction, RowGoals, SampledSteps
+from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, RowGoals, SampledSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 
+GoalFunction = Callable[[NDArray[Any], NDArray[Any], Any], Any]
 _CHANGED = (Columns.NEXT_OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
@@ -114,11 +117,11 @@ class HindsightGoals(ConnectorV2):
         _, left = steps.rows.ahead(at)
         later, _ = steps.rows.ahead(at, draws.integers(0, left + 1))
         reached = steps.next_observations(later)[ACHIEVED]
-        goals = RowGoals(self.name, chosen, reached, self.compute_reward, self.compute_terminated)
+        goals = steps.goals = RowGoals(self, chosen, reached)
         goals.put_in(obs)
         goals.put_in(new_obs)
         goals.judge(new_obs, batch[Columns.REWARDS], batch[Columns.TERMINATEDS])
-        steps.relabel(goals, batch)
+        steps.remember(batch)
         return batch
 
     def _check_observations(self, obs: Any, frames: int) -> None:

@@ -42,15 +42,15 @@ def write_ring(array: NDArray[Any], num_rows: int, begin: int, values: NDArray[A
 
 Ints = NDArray[np.int64]
 
-_DTYPES = {
-    "first": np.int64,  # position of the first transition
-    "stop": np.int64,  # position after the last one
-    "t_started": np.int64,  # steps of the episode before the first
-    "before": np.int64,  # number of the episode's chunk before, -1: there was none, or it was not kept
-    "after": np.int64,  # number of the episode's next chunk, -1: it has not come
-    "has_ended": np.bool_,  # whether the episode ended with this chunk
-    "is_whole": np.bool_,  # whether all steps of the episode before it were kept when it came
-}
+_FIELDS = [
+    ("first", np.int64),  # position of the first transition
+    ("stop", np.int64),  # position after the last one
+    ("t_started", np.int64),  # steps of the episode before the first
+    ("before", np.int64),  # number of the episode's chunk before, -1: there was none, or it was not kept
+    ("after", np.int64),  # number of the episode's next chunk, -1: it has not come
+    ("has_ended", np.bool_),  # whether the episode ended with this chunk
+    ("is_whole", np.bool_),  # whether all steps of the episode before it were kept when it came
+]
 
 
 class ChunkTable:
@@ -61,35 +61,30 @@ class ChunkTable:
 
     def __init__(self) -> None:
         self.begin = self.end = 0
-        self._size = 1024  # a power of two: chunk number n stands in place n modulo this
-        self._fields: dict[str, NDArray[Any]] = {name: np.zeros(self._size, dtype) for name, dtype in _DTYPES.items()}
+        self._records = np.zeros(1024, _FIELDS)  # a power of two: chunk number n stands in place n modulo this
 
     def read(self, field: str, numbers: Any) -> Any:
         """A field of the chunks with these numbers, which are all kept: an array of the shape of `numbers`."""
-        return self._fields[field][numbers & (self._size - 1)]
+        return self._records[field][numbers & (len(self._records) - 1)]
 
     def write(self, field: str, numbers: Any, values: Any) -> None:
         """Set a field of the chunks with these numbers."""
-        self._fields[field][numbers & (self._size - 1)] = values
+        self._records[field][numbers & (len(self._records) - 1)] = values
 
     def add(self, fields: Mapping[str, NDArray[Any]]) -> None:
         """Add chunks, with the numbers from `end` on.
 
         fields    name -> values of all, any[count]
         """
-        count = len(fields["first"])
-        size = self._size
+        count, size = len(fields["first"]), len(self._records)
         while self.end + count - self.begin > size:
             size *= 2
-        if size > self._size:
-            kept = self.numbers()
-            for name, values in self._fields.items():
-                grown = np.zeros(size, values.dtype)
-                grown[kept & (size - 1)] = values[kept & (self._size - 1)]
-                self._fields[name] = grown
-            self._size = size
+        if size > len(self._records):
+            kept, grown = self.numbers(), np.zeros(size, _FIELDS)
+            grown[kept & (size - 1)] = self._records[kept & (len(self._records) - 1)]
+            self._records = grown
         for name, values in fields.items():
-            write_ring(self._fields[name], size, self.end, values)
+            write_ring(self._records[name], size, self.end, values)
         self.end += count
 
     def forget(self, begin: int) -> None:
@@ -103,8 +98,7 @@ class ChunkTable:
     def get_state(self) -> dict[str, Any]:
         """The records, as plain arrays by field."""
         kept = self.numbers()
-        fields: dict[str, Any] = {name: self.read(name, kept) for name in _DTYPES}
-        return {"begin": self.begin, "end": self.end, "fields": fields}
+        return {"begin": self.begin, "end": self.end, "fields": {name: self.read(name, kept) for name, _ in _FIELDS}}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take the records of `get_state`."""

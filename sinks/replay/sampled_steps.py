@@ -1,7 +1,7 @@
 """Sampled steps: where the rows of a batch stand in a replay, and what stands around them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,61 +14,52 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
+if TYPE_CHECKING:
+    from rollflow.sinks.replay.pieces import HindsightGoals
+
 IDS, AGE, WEIGHTS = "ids", "age", "weights"
 GOAL, ACHIEVED = "desired_goal", "achieved_goal"
 _COMPARED = (Columns.OBS, Columns.NEXT_OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
-GoalFunction = Callable[[NDArray[Any], NDArray[Any], Any], Any]
 
-
-class RowGoals:
+class RowGoals(NamedTuple):
     """Goals of some rows of a batch, other than those that the environment gave: see `HindsightGoals`.
 
-    piece                 that gave them, in errors
-    chosen                i64[K]  the rows
-    goals                 any[K, ...]
-    compute_reward, compute_terminated    as for `HindsightGoals`
+    piece     that gave them
+    chosen    i64[K]  the rows
+    goals     any[K, ...]
     """
 
-    def __init__(
-        self,
-        piece: str,
-        chosen: Ints,
-        goals: NDArray[Any],
-        compute_reward: GoalFunction,
-        compute_terminated: GoalFunction | None,
-    ) -> None:
-        self._piece, self._chosen, self._goals = piece, chosen, goals
-        self._compute_reward, self._compute_terminated = compute_reward, compute_terminated
+    piece: "HindsightGoals"
+    chosen: Ints
+    goals: NDArray[Any]
 
     def put_in(self, observations: Any) -> None:
         """Write the goals into observations any[B, ...], one for each row of the batch."""
-        observations[GOAL][self._chosen] = self._goals
+        observations[GOAL][self.chosen] = self.goals
 
     def judge(self, observations: Any, rewards: NDArray[np.float32], terminateds: NDArray[np.bool_]) -> None:
         """Write rewards f32[B] and ends bool[B] of steps with the observations any[B, ...] after them."""
-        rows, achieved = self._chosen, observations[ACHIEVED]
-        rewards[rows] = self._computed("compute_reward", self._compute_reward, achieved[rows], np.float32)
-        if self._compute_terminated is not None:
-            ends = self._computed("compute_terminated", self._compute_terminated, achieved[rows], np.bool_)
-            terminateds[rows] |= ends
+        rows, achieved = self.chosen, observations[ACHIEVED]
+        rewards[rows] = self._computed("compute_reward", achieved[rows], np.float32)
+        if self.piece.compute_terminated is not None:
+            terminateds[rows] |= self._computed("compute_terminated", achieved[rows], np.bool_)
 
-    def _computed(self, name: str, function: GoalFunction, achieved: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """What a function gives for the rows, `dtype` [K]. Raises ReplayError for anything else."""
-        values, rows = detached(function(achieved, self._goals.copy(), {})), len(self._chosen)
+    def _computed(self, name: str, achieved: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        """What a function of the piece gives for the rows, `dtype` [K]. Raises ReplayError for anything else."""
+        values, rows = detached(getattr(self.piece, name)(achieved, self.goals.copy(), {})), len(self.chosen)
         if values.shape != (rows,) and not (rows == 1 and values.ndim == 0):
             raise ReplayError(
-                f"{self._piece}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
-                f"{list(self._goals.shape)}; expected [{rows}], one for each row"
+                f"{self.piece.name}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
+                f"{list(self.goals.shape)}; expected [{rows}], one for each row"
             ).see("replay")
         is_number = np.can_cast(values.dtype, dtype, "same_kind")
         with np.errstate(over="ignore"):
             computed = values.reshape(rows).astype(dtype) if is_number else None
         if computed is None or not np.isfinite(computed).all():
-            raise ReplayError(
-                f"{self._piece}: {name} gave {values.dtype}{' that is not finite' if is_number else ''}, expected a "
-                f"{'bool' if dtype is np.bool_ else 'finite float32'} for each row"
-            ).see("replay")
+            gave = f"{values.dtype}{' that is not finite' if is_number else ''}"
+            wanted = "bool" if dtype is np.bool_ else "finite float32"
+            raise ReplayError(f"{self.piece.name}: {name} gave {gave}, expected a {wanted} for each row").see("replay")
         return computed
 
 
@@ -143,11 +134,6 @@ class SampledSteps:
         if self.goals is not None:
             self.goals.judge(self.next_observations(positions), rewards, terminateds)
         return rewards, terminateds
-
-    def relabel(self, goals: RowGoals, batch: Mapping[str, Tree]) -> None:
-        """Have `outcomes` be those for other goals, which stand in the batch already."""
-        self.goals = goals
-        self.remember(batch)
 
     def remember(self, batch: Mapping[str, Tree]) -> None:
         """Keep copies of what pieces that read the replay replace in the batch, for `check_unchanged`."""
