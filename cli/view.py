@@ -87,20 +87,6 @@ def application(address: str | None, token: str) -> Any:
 
 
 def page_of(run: Snapshot) -> dict[str, Any]:
-    """A snapshot with rates, and what the page shows of it: what `shown` has, and
-
-    plots      title -> `unit`, and `values` by the names of lines, of which the page keeps those that it has seen
-    picture    the graph as SVG; left out if there is none
-    """
-    found = shown(run)
-    tiles = dict(found["tiles"])
-    lines: dict[str, tuple[str, dict[str, float]]] = {
-        "steps per second": ("", {name: value for name, value in tiles.items() if name == "steps/s"}),
-        "mean return": ("", {name: value for name, value in tiles.items() if "return" in name}),
-        "busy": ("%", {name: 100 * node["busy"] for name, node in run.get("nodes", {}).items()}),
-        "policy versions": ("", {name: value for name, value in tiles.items() if "version" in name or "lag" in name}),
-    }
-    found["plots"] = {title: {"unit": unit, "values": values} for title, (unit, values) in lines.items() if values}
-    if "tasks" in run:
-        found["picture"] = graph_picture(run, run["conclusion"])
-    return {**run, **found}
+    """A snapshot with rates, what `shown` has of it, and the graph as SVG, `picture`, if there is one."""
+    picture = {"picture": graph_picture(run, run["conclusion"])} if "tasks" in run else {}
+    return {**run, **shown(run), **picture}

@@ -38,6 +38,19 @@ function row(cells, className = "") {
   return element("tr", { className }, ...made);
 }
 
+// Title -> unit and values by the names of lines, of which the page keeps those that it has seen.
+function plotsOf(run) {
+  const of = (holds) => run.tiles.filter(([name]) => holds(name));
+  const found = {
+    "steps per second": ["", of((name) => name === "steps/s")],
+    "mean return": ["", of((name) => name.includes("return"))],
+    "busy": ["%", Object.entries(run.nodes ?? {}).map(([name, node]) => [name, 100 * node.busy])],
+    "policy versions": ["", of((name) => name.includes("version") || name.includes("lag"))],
+  };
+  const drawn = Object.entries(found).filter(([, [, lines]]) => lines.length);
+  return new Map(drawn.map(([title, [unit, lines]]) => [title, { unit, values: Object.fromEntries(lines) }]));
+}
+
 function bar(node) {
   const made = element("span", { className: "bar",
     title: `busy ${percent(node.busy)}, blocked ${percent(node.blocked)}, idle ${percent(node.idle)}` });
@@ -150,7 +163,7 @@ class RunView {
   }
 
   remember(run) {
-    const found = new Map(Object.entries(run.plots).map(([title, plot]) => [title, plot]));
+    const found = plotsOf(run);
     this.times.push(run.time ?? Date.now() / 1000);
     for (const title of new Set([...found.keys(), ...this.series.keys()])) {
       const all = this.series.get(title) ?? new Map();
