@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +115,9 @@ class Following:
         self, shelf: "Shelf", name: str | None, address: str, secret: str | None, tls: ssl.SSLContext | None
     ) -> None:
         self._shelf, self._name, self._address = shelf, name, address
-        self._options: dict[str, Any] = {"secret": secret, "tls": tls}
+        self._dial = partial(WeightsFollower, address, self._take, secret=secret, tls=tls)
         self._version, self._is_away, self._looks = 0, False, 0
-        self._follower = self._dialled()
+        self._follower = self._dial()
 
     def look(self) -> None:
         """Say whether the trainer is away or back; after an error dial it again some time later."""
@@ -128,19 +129,14 @@ class Following:
                 logger.warning("trainer %s is away, %s act on: %s", self._address, weights, problem)
             else:
                 logger.warning("trainer %s is there, and is followed", self._address)
-        if follower.error is not None:
-            self._looks += 1
-            if self._looks >= _LOOKS_UNTIL_AGAIN:
-                self._looks = 0
-                follower.close()
-                self._follower = self._dialled()
+        self._looks = 0 if follower.error is None else self._looks + 1
+        if self._looks >= _LOOKS_UNTIL_AGAIN:
+            follower.close()
+            self._follower, self._looks = self._dial(), 0
 
     def close(self) -> None:
         """Leave the trainer."""
         self._follower.close()
-
-    def _dialled(self) -> WeightsFollower:
-        return WeightsFollower(self._address, self._take, **self._options)
 
     def _take(self, version: int, weights: Mapping[str, Any]) -> None:
         try:

@@ -41,7 +41,6 @@ _END_S = 10.0  # that a run has to end a trace
 class RunSocket:
     """Socket in the run folder. Who connects gets one snapshot as JSON, and the connection ends.
 
-    began       time when the run began, in seconds since 1970
     snapshot    method that gives what the run says of itself; called in a thread of the socket, and held weakly
     trace       method that writes a trace to a path for as long as a connection lasts. It is called where the other end
                 has said `ASK_TRACE` and the path, and held weakly, too. None: there are snapshots alone
@@ -55,11 +54,9 @@ class RunSocket:
         self._trace = None if trace is None else weakref.WeakMethod(trace)
         self._thread: threading.Thread | None = None
         self._end: Callable[[], object] | None = None
-        self.began = 0.0
 
     def start(self) -> None:
         """Open the socket, and start the thread."""
-        self.began = self.began or time.time()
         folder = run_folder()
         if folder is None or self._end is not None:
             return
@@ -69,7 +66,7 @@ class RunSocket:
             logger.debug("the run has no socket to be looked at: %s", error)
             return
         stopping, stop = socket.socketpair()
-        arguments = (listening, stopping, self._snapshot, self._trace, self.began)
+        arguments = (listening, stopping, self._snapshot, self._trace, time.time())
         self._thread = threading.Thread(target=_serve, args=arguments, name="rollflow snapshots", daemon=True)
         self._end = weakref.finalize(self, _ended, stop, path, os.getpid())
         self._thread.start()

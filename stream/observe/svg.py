@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 from math import isfinite
+from operator import itemgetter
 
 INK = "var(--color-foreground-primary, currentColor)"
 FAINT = "var(--color-foreground-secondary, gray)"
@@ -79,19 +80,16 @@ def plot(values: Sequence[float], description: str, *, width: int = 240, height:
         return ""
     low, high = min(value for _, value in finite), max(value for _, value in finite)
     across, up = width / (len(values) - 1 or 1), (height - 4) / ((high - low) or 1.0)
+    up_of = itemgetter(1)
     columns: dict[int, list[tuple[float, float]]] = {}  # of pixels: the lowest and the highest value of each is drawn
     for at, value in finite:
         columns.setdefault(int(at * across), []).append((at * across, height - 2 - (value - low) * up))
-    drawn = [point for column in columns.values() for point in sorted({min(column, key=_up), max(column, key=_up)})]
+    drawn = [point for column in columns.values() for point in sorted({min(column, key=up_of), max(column, key=up_of)})]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(description)}" width="{width}" '
         f'height="{height}"><polyline points="{points}" fill="none" stroke="{BRAND}" stroke-width="1.5"/></svg>'
     )
-
-
-def _up(point: tuple[float, float]) -> float:
-    return point[1]
 
 
 def preformatted(words: str) -> str:
