@@ -38,13 +38,8 @@ def stack_trees(items: Sequence[Tree]) -> Tree:
 
 
 def structure_of(tree: Tree) -> optree.PyTreeSpec:
-    """The structure of a tree, for `map_in` and `stack_in`."""
+    """The structure of a tree, for `stack_in`."""
     return optree.tree_structure(tree, none_is_leaf=True)
-
-
-def map_in(structure: optree.PyTreeSpec, function: Callable[..., Any], tree: Tree) -> Tree:
-    """`map_tree` for a tree of `structure` whose leaves may be lists. Raises ValueError for another structure."""
-    return structure.unflatten(map(function, structure.flatten_up_to(tree)))
 
 
 def stack_in(structure: optree.PyTreeSpec, items: Sequence[Tree]) -> Tree:

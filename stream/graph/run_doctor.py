@@ -76,8 +76,9 @@ class Tracing:
         with self._lock, suppress(OSError, ValueError):
             if self._trace is None and (path.is_file() or not path.exists()):  # to open a pipe may take for ever
                 check_trace(path)
-                self._begin(open_trace(path), lambda: not poll.poll(0), asker)
+                file = open_trace(path)
                 asker.sendall(TRACE_BEGUN)
+                self._begin(file, lambda: not poll.poll(0), asker)
                 return
         _hang_up(asker)
 

@@ -35,7 +35,7 @@ SUFFIX = ".sock"
 ASK_TRACE, TRACE_BEGUN = b"trace\n", b"+"  # what is said before a trace's path, and what is said to that
 _LONGEST = 1 << 12  # path of a trace
 _MOST = 1 << 26  # bytes of a snapshot
-_END_S = 10.0  # that a run has to end a trace
+_END_S, _MOST_S = 10.0, 1e6  # that a run has to end a trace; that a trace lasts at most
 
 
 class RunSocket:
@@ -241,7 +241,7 @@ def trace_at(path: Path, to: Path, seconds: float) -> None:
         if asking.recv(len(TRACE_BEGUN)) != TRACE_BEGUN:
             raise ConnectionRefusedError(f"{path} writes no trace: it is being traced already, or can't write {to}")
         try:
-            asking.settimeout(seconds)
+            asking.settimeout(min(seconds, _MOST_S))
             asking.recv(1)  # which ends with the run
         except (TimeoutError, KeyboardInterrupt):
             asking.shutdown(socket.SHUT_WR)

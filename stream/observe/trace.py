@@ -173,10 +173,9 @@ class Trace:
             begin = max(begin, began)
             duration = max(end - begin, 0) / 1e3
             lines.append(f'{heads[kind]}"ts": {(begin - began) / 1e3:.3f}, "dur": {duration:.3f}}},\n')
-        text = "".join(lines).encode()
-        self._file.write(text)
-        self._file.flush()
-        self._written += len(text)
+        if lines:
+            self._written += self._file.write("".join(lines).encode())
+            self._file.flush()
 
 
 def open_trace(path: str | os.PathLike[str]) -> BinaryIO:
