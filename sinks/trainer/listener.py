@@ -156,7 +156,7 @@ class TrainerListener:
     def close(self, reason: str | None, failure: str | None = None) -> None:
         """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
         self._parting, self._failure, self._is_closing = reason, failure, True
-        self.trace.leaves()
+        self.trace.begin(None)
         self.wake()
         if self._thread is not None:
             self._thread.join()

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Self
 
 import anyio
@@ -25,13 +24,10 @@ from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count
 from rollflow.sinks.trainer.stream import PLACES, TrainerStream
 from rollflow.stream.data.errors import RunError, shown
-from rollflow.stream.data.system import system_module
 from rollflow.stream.net import backoff
 
 logger = logging.getLogger(__name__)
 
-fcntl = system_module("fcntl")
-_PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"  # of folders, and of the locked file in each
 _STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
 
 
@@ -80,8 +76,8 @@ class TrainerProcess:
         if self._worker is not None:
             raise RunError("the trainer has been started: it runs once, make another one")
         function, args, options = self._job
-        self._folder = OwnFolder()
-        self.address = f"shm:{self._folder.path}/trainer"
+        self._folder = tempfile.mkdtemp(prefix="rollflow-")
+        self.address = f"shm:{self._folder}/trainer"
         threads = None if "OMP_NUM_THREADS" in os.environ else core_count()  # None: torch's default
         try:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
@@ -93,7 +89,7 @@ class TrainerProcess:
         except BaseException:
             if self._worker is not None:
                 self._worker.kill()
-            self._folder.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
         return self
 
@@ -112,7 +108,7 @@ class TrainerProcess:
             worker.kill()
             self._has_ended = True
             self._link.close()
-            self._folder.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
         if error is None and self._error is not None:
             raise self._error
 
@@ -202,34 +198,3 @@ def _run(
         finally:
             with lock:
                 has_left = True
-
-
-class OwnFolder:
-    """Temporary folder of this process and those that it forks; `close` removes it.
-
-    Making one also removes folders of processes that were killed. Each owner holds a lock on a file in its folder. The
-    system releases it when the last owner has ended, in whatever way.
-
-    path    of the folder
-    """
-
-    def __init__(self) -> None:
-        _remove_left()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        fresh = self.path / "new"
-        self._lock = fresh.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        fresh.rename(self.path / _LOCK)  # others look for it by this name, once it is locked
-
-    def close(self) -> None:
-        """Remove the folder with all its contents; a second call does nothing."""
-        if not self._lock.closed:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.close()
-
-
-def _remove_left() -> None:
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), lock.open("r+") as file:  # it has an owner, or was removed meanwhile
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)

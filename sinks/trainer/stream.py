@@ -22,7 +22,7 @@ from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weig
 from rollflow.sinks.trainer.newest_weights import checked_id, copied_weights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife, RolloutPeer, number_in
 from rollflow.sinks.trainer.staleness import OnExcess, StalenessBound
-from rollflow.sinks.trainer.stream_log import StreamLog
+from rollflow.sinks.trainer.stream_log import MAKES, UPDATE, WAITS, StreamLog
 from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.observe.stacks import answering_dumps
@@ -385,7 +385,7 @@ class TrainerStream:
         if self._state != "running":
             raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
         self._listener.open()
-        self._listener.trace.asks()
+        self._listener.trace.begin(WAITS)
         self._move_on()
         return WaitReminder(self._join_timeout)
 
@@ -395,16 +395,18 @@ class TrainerStream:
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
+        trace = self._listener.trace
         while True:
             arrived = self._try_take(patience)
             if not arrived:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they are taken again, and the next try raises again.
-            with self._listener.trace.making():
-                item = self._item_maker.item_of(arrived)
+            trace.begin(MAKES)
+            item = self._item_maker.item_of(arrived)
             del self._taken[: len(arrived)]
             if item is not None:
                 break
+            trace.begin(WAITS)
             self._be_done_with([*arrived, *self._left_out])  # agents may wait all the while
             self._left_out = []
         version = self.version
@@ -412,7 +414,7 @@ class TrainerStream:
             self._staleness.mask(item, arrived, version)
         self._listener.weights.note_batch()
         self.handed = [BatchItem.of(each, version) for each in arrived]
-        self._listener.trace.gets(arrived)
+        trace.begin(UPDATE, arrived)
         self.log.take(self.handed)
         self._current, self._left_out = [*arrived, *self._left_out], []
         return item

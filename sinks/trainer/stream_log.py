@@ -1,7 +1,6 @@
 """StreamLog and LoopTrace: what a trainer's stream logs, and the trace of its loop."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
@@ -28,8 +27,8 @@ class LoopTrace:
         self._trace: Trace | None = None
         self._items: FragmentTrace | None = None
         self._records: dict[str, Record] = {}
-        self._at, self._began = WAITS, 0  # what the span under way is of, and when it began; 0: there is none
-        self._used: list[Any] = []  # items in the batch that the loop has
+        self._at: str | None = None  # what the span under way is of; None: there is none
+        self._began, self._used = 0, list[Any]()  # when it began, and items in the batch that the loop has
         self._ends: dict[str, int] = {}  # of the last span of each rollout's track
 
     def open(self, path: str | PathLike[str], title: str) -> None:
@@ -43,28 +42,21 @@ class LoopTrace:
         if self._trace is not None:
             self._trace.close()
 
-    def asks(self) -> None:
-        """Note that the loop asks for the next batch."""
-        self._begin(WAITS)
+    def begin(self, at: str | None, used: Iterable[Any] = ()) -> None:
+        """Record what the loop was at, and begin what it is at from now on; None: it asks for no more.
 
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """Note that a batch is being made, by the learner pieces in the loop's thread, while the block lasts."""
-        self._begin(MAKES)
-        try:
-            yield
-        finally:
-            self._begin(WAITS)
-
-    def gets(self, of: Iterable[Any] = ()) -> None:
-        """Note that the loop gets a batch, made of these arrived items; none: they are not known."""
-        self._begin(UPDATE)
-        self._used = [] if self._trace is None else list(of)
-
-    def leaves(self) -> None:
-        """Note that the loop asks for no more."""
-        self._begin(WAITS)
-        self._began = 0
+        at      WAITS for a batch, MAKES one by the learner pieces, or UPDATE
+        used    arrived items that the batch of an update is made of
+        """
+        if self._items is None:
+            return
+        now = clock()
+        if self._at == UPDATE:
+            args = {"items": [f"{item.source.called}: {item.number}" for item in self._used]}
+            self._items.update_of(map(_name_of, self._used), _LOOP, self._began, now, args)
+        elif self._at is not None:
+            self._records[self._at](self._began, now)
+        self._at, self._began, self._used = at, now, list(used)
 
     def arrives(self, item: Any, began_s: float) -> None:
         """Record an item that was read from a time on, on the clock `monotonic`. In the listener's thread."""
@@ -74,18 +66,6 @@ class LoopTrace:
         began = max(began, self._ends.get(track, 0) + 1)
         name = f"item {item.number}, of lane {item.lane}"
         self._ends[track] = self._items.made(_name_of(item), track, name, began, {"steps": item.num_steps})
-
-    def _begin(self, at: str) -> None:
-        """Record the span under way, and begin another one."""
-        if self._items is None:
-            return
-        now, used, self._used = clock(), self._used, []
-        if self._began and self._at == UPDATE:
-            args = {"items": [f"{item.source.called}: {item.number}" for item in used]}
-            self._items.update_of(map(_name_of, used), _LOOP, self._began, now, args)
-        elif self._began:
-            self._records[self._at](self._began, now)
-        self._at, self._began = at, now
 
 
 def _name_of(item: Any) -> tuple[bytes, int]:
