@@ -1,6 +1,7 @@
 """Learner pieces that work on what a replay has sampled: n-step returns, and goals in hindsight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,12 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, RowGoals, SampledSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 
 GoalFunction = Callable[[NDArray[Any], NDArray[Any], Any], Any]
-_CHANGED = (Columns.NEXT_OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
 class SampledNStepReturns(ConnectorV2):
@@ -28,9 +29,8 @@ class SampledNStepReturns(ConnectorV2):
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
     m is less than `n_step` where the episode ends, or has not gone on yet. Single rewards are those that were inserted,
-    or those that `HindsightGoals` before this piece computed for the row's goal, which `new_obs` has too. Other pieces
-    that change rewards, flags or `new_obs` stand behind this one. Raises ReplayError if one stands before it, outside a
-    replay, and for sequences.
+    or those that `HindsightGoals` before this piece computed for the row's goal, which `new_obs` has too. All other
+    pieces stand behind this one. Raises ReplayError outside a replay, and for sequences.
     """
 
     columnar = True
@@ -42,7 +42,6 @@ class SampledNStepReturns(ConnectorV2):
 
     def __call__(self, *, batch: Batch, episodes: Any, **kwargs: Any) -> Batch:
         steps = sampled_steps(self.name, episodes)
-        steps.check_unchanged(batch, self.name, _CHANGED)
         at = steps.positions
         rewards, terminateds = steps.outcomes(at)
         spans = np.ones(len(at), np.int64)
@@ -82,9 +81,9 @@ class HindsightGoals(ConnectorV2):
     the episode has achieved after one of the steps from this one on, drawn from those that are kept, each with the same
     probability. It stands in `obs` and `new_obs`, and `rewards` are computed for what was achieved after the step.
 
-    Stands before all pieces that change rewards, `SampledNStepReturns` among them, which sums up rewards for the new
-    goal. Raises ReplayError if such a piece stands before it, outside a replay, for other observations, for
-    `Storage(frames=2)` or more, and if the functions give anything but one finite number, or bool, for each row.
+    Stands before all other pieces, `SampledNStepReturns` among them, which sums up rewards for the new goal. Raises
+    ReplayError outside a replay, for other observations, for `Storage(frames=2)` or more, and if the functions give
+    anything but one finite number, or bool, for each row.
     """
 
     columnar = True
@@ -99,14 +98,6 @@ class HindsightGoals(ConnectorV2):
 
     def __call__(self, *, batch: Batch, episodes: Any, **kwargs: Any) -> Batch:
         steps = sampled_steps(self.name, episodes)
-        if Columns.N_STEP in batch:
-            raise ReplayError(
-                f"{self.name} got rewards that are sums over several steps; expected it before SampledNStepReturns, "
-                "which then sums up the rewards for the new goals: pieces=[HindsightGoals(...), SampledNStepReturns()]"
-            ).see("replay")
-        if steps.goals is not None:
-            raise ReplayError(f"{self.name}: another one has given these rows their goals, expected one in pieces")
-        steps.check_unchanged(batch, self.name, (Columns.OBS, *_CHANGED))
         obs, new_obs = batch[Columns.OBS], batch[Columns.NEXT_OBS]
         self._check_observations(obs, steps.frames)
         draws = steps.generator
@@ -121,7 +112,6 @@ class HindsightGoals(ConnectorV2):
         goals.put_in(obs)
         goals.put_in(new_obs)
         goals.judge(new_obs, batch[Columns.REWARDS], batch[Columns.TERMINATEDS])
-        steps.remember(batch)
         return batch
 
     def _check_observations(self, obs: Any, frames: int) -> None:
@@ -148,6 +138,18 @@ class HindsightGoals(ConnectorV2):
                 f"{self.name}: '{ACHIEVED}' is {kinds[0]} and '{GOAL}' {kinds[1]}, expected arrays of one shape and "
                 "dtype: what was achieved becomes the goal"
             )
+
+
+def check_order(pieces: Sequence[ConnectorV2]) -> None:
+    """Raise ReplayError where a piece before one that takes rewards from the replay could have changed them."""
+    flat = [each for piece in pieces for each in (piece if isinstance(piece, ConnectorPipelineV2) else [piece])]
+    for before, piece in pairwise(flat):
+        is_summing = isinstance(piece, SampledNStepReturns) and not isinstance(before, HindsightGoals)
+        if is_summing or isinstance(piece, HindsightGoals):
+            raise ReplayError(
+                f"{piece.name} takes what it changes from the replay, but {before.name} stands before it; expected "
+                "pieces=[HindsightGoals(...), SampledNStepReturns(...), ...], as far as they are there, in this order"
+            ).see("replay")
 
 
 def sampled_steps(name: str, episodes: Any) -> SampledSteps:

@@ -28,6 +28,7 @@ from rollflow.nodes.argument_checks import (
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
+from rollflow.sinks.replay.pieces import check_order
 from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
@@ -525,7 +526,7 @@ def _check_max_samples(max_samples: int | None, sampler: Sampler, rate: SamplesP
         ).see("replay")
 
 
-def _check_parts(sampler: Any, rate: Any, pieces: Iterable[Any], storage: Any) -> None:
+def _check_parts(sampler: Any, rate: Any, pieces: Sequence[Any], storage: Any) -> None:
     """Raise ReplayError for an argument of a replay that is of another kind."""
     expected = [
         ("sampler", sampler, Sampler, "a sampler such as Prioritized()"),
@@ -543,3 +544,4 @@ def _check_parts(sampler: Any, rate: Any, pieces: Iterable[Any], storage: Any) -
                 f"{piece.name} looks back {piece.lookback} steps, which a replay's samples do not show; expected "
                 f"Storage(frames={piece.lookback + 1}) for stacks of observations, or the piece before a learner"
             ).see("replay")
+    check_order(pieces)

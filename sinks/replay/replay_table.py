@@ -103,8 +103,6 @@ class ReplayTable:
         draw = self.sampler.draw(rows, count, self._generator)
         steps = SampledSteps(rows, self._columns, draw, self._storage.frames, self._generator)
         batch = steps.batch()
-        if len(pieces) > 1:
-            steps.remember(batch)
         shared_data: dict[str, Any] = {}
         context: Any = steps  # which pieces for replays take in the place of episodes
         for piece in pieces:

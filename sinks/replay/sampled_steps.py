@@ -1,6 +1,6 @@
 """Sampled steps: where the rows of a batch stand in a replay, and what stands around them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 IDS, AGE, WEIGHTS = "ids", "age", "weights"
 GOAL, ACHIEVED = "desired_goal", "achieved_goal"
-_COMPARED = (Columns.OBS, Columns.NEXT_OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
 class RowGoals(NamedTuple):
@@ -86,7 +85,6 @@ class SampledSteps:
         self.goals: RowGoals | None = None
         self.frames = frames
         self._draw = draw
-        self._given: dict[str, Tree] = {}
         if draw.positions.ndim == 2:
             self.is_padding = draw.positions < 0
             self.positions = np.where(self.is_padding, draw.positions[:, :1], draw.positions)
@@ -135,20 +133,6 @@ class SampledSteps:
             self.goals.judge(self.next_observations(positions), rewards, terminateds)
         return rewards, terminateds
 
-    def remember(self, batch: Mapping[str, Tree]) -> None:
-        """Keep copies of what pieces that read the replay replace in the batch, for `check_unchanged`."""
-        self._given = {name: map_tree(np.copy, batch[name]) for name in _COMPARED}
-
-    def check_unchanged(self, batch: Mapping[str, Tree], piece: str, names: Iterable[str]) -> None:
-        """Raise ReplayError where a column is not as the replay gave it: the piece would undo the change."""
-        for name in names if self._given else ():
-            given, now = leaves_of(self._given[name]), leaves_of(batch.get(name))
-            if len(now) != len(given) or not all(map(_is_equal, given, now)):
-                raise ReplayError(
-                    f"{piece} takes '{name}' from the replay, but a piece before it has changed that in the batch; "
-                    f"expected {piece} before pieces that change it"
-                ).see("replay")
-
     def batch(self) -> dict[str, Any]:
         """Every column of the steps, as arrays, with `new_obs`, `ids`, `age` and what the sampler adds."""
         draw, at, rows = self._draw, self.positions, self.rows.rows(self.positions)
@@ -196,11 +180,6 @@ def _zeroed(tree: Tree, places: NDArray[np.bool_]) -> Tree:
     """A tree of arrays any[*places.shape, ...], in which the items at some places are made zeros."""
     map_tree(lambda leaf: leaf.__setitem__(places, 0), tree)
     return tree
-
-
-def _is_equal(given: NDArray[Any], now: Any) -> bool:
-    """True for an array of the same values."""
-    return isinstance(now, np.ndarray) and np.array_equal(given, now, equal_nan=given.dtype.kind in "fc")
 
 
 def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:
