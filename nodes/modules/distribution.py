@@ -328,10 +328,24 @@ class DiagGaussian:
         noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device, dtype=self.mean.dtype)
         return self._actions(self.mean + self.log_std.exp() * noise)
 
+    def sample_with_logp(self, generator: torch.Generator) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """Actions, space's dtype[B, *shape], and their log-densities f32[B]: `sample` and `logp`, to the bit.
+
+        Takes f32 inputs on the CPU alone, and less than half the time: numpy's sums and products of few numbers are
+        quicker than torch's. Only what numpy may round otherwise is done by torch.
+        """
+        mean, log_std = self.mean.numpy(), self.log_std.numpy()
+        noise = torch.randn(mean.shape, generator=generator).numpy()
+        with np.errstate(over="ignore", invalid="ignore"):  # as torch has it, of deviations without bounds
+            drawn = mean + self.log_std.exp().numpy() * noise
+            actions: NDArray[Any] = self._actions(torch.from_numpy(drawn)).numpy()
+            z = (actions.reshape(mean.shape).astype(np.float32, copy=False) - mean) * torch.exp(-self.log_std).numpy()
+            surprise = torch.from_numpy(0.5 * z * z + log_std + _LOG_SQRT_TWO_PI).sum(-1)
+        return actions, -surprise.numpy()
+
     def logp(self, value: Tensor) -> Tensor:
-        mean = self.mean
-        flat = value if value.shape == mean.shape and value.dtype is mean.dtype else value.reshape(mean.shape).to(mean)
-        z = (flat - mean) * torch.exp(-self.log_std)
+        flat = value.reshape(self.mean.shape).to(self.mean.dtype)
+        z = (flat - self.mean) * torch.exp(-self.log_std)
         return -(0.5 * z * z + self.log_std + _LOG_SQRT_TWO_PI).sum(-1)
 
     def entropy(self) -> Tensor:

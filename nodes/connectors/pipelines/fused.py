@@ -213,8 +213,7 @@ class FusedActions(FusedPieces):
             is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
             is_usable = is_usable and not (may_mask(module) and rules_all_out(given))
         else:
-            drawn = distribution.sample(generator)
-            actions, logp = drawn.numpy(), distribution.logp(drawn).numpy()
+            actions, logp = distribution.sample_with_logp(generator)
             is_usable = abs(logp.dot(_ones(len(logp)))) < np.inf
         arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
         return arrays, bool(is_usable)
