@@ -50,16 +50,226 @@ _MOST_UNDER_WAY = 256  # messages of one connection
 _LEFT = 1000  # WebSocket's code of a connection that was closed on purpose
 
 
-class AsyncFront:
-    """Takes answers from the threads that act into an event loop.
+class Conversation:
+    """One client's messages over an accepted WebSocket; each is answered once it is acted on.
 
-    clients    client's name for itself -> its newest conversation
-    limit      bytes of a message, at most
+    policy    that acts where a message names none; None: the only one
+
+    A client that has said `hello` has sessions of its own. They are forgotten where it leaves; where its connection
+    breaks, they go on by the next one.
     """
 
-    def __init__(self, shelf: Shelf, limit: int) -> None:
-        self.shelf, self.limit, self._loop = shelf, limit, asyncio.get_running_loop()
+    def __init__(self, socket: WebSocket, server: "HttpServer", policy: str | None) -> None:
+        self._socket, self._server, self._policy = socket, server, policy
+        self._shelf, self._clients = server.shelf, server.clients
+        self._client: str | None = None
+
+    async def run(self) -> None:
+        """Take messages in their order until the connection is over: text is JSON, bytes are msgpack."""
+        room, tasks = asyncio.Semaphore(_MOST_UNDER_WAY), set[asyncio.Task[None]]()
+        code = None
+        try:
+            while (message := await self._socket.receive())["type"] == "websocket.receive":
+                await room.acquire()
+                task = asyncio.create_task(self._answer(message.get("text"), message.get("bytes")))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                task.add_done_callback(lambda _: room.release())
+            code = message.get("code")
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self._client is not None and self._clients.get(self._client) is self:
+                del self._clients[self._client]
+                if code == _LEFT:
+                    self._shelf.forget_client(self._client)
+
+    async def _answer(self, text: str | None, data: bytes | None) -> None:
+        fields: Any = None
+        try:
+            fields = unpack(data or b"") if text is None else read_json(text)
+            answer = await self._answered(fields)
+        except Exception as error:
+            answer = refusal_of(error)
+        if isinstance(fields, Mapping) and "id" in fields:
+            answer["id"] = fields["id"]
+        with suppress(WebSocketDisconnect, RuntimeError):  # it has gone
+            if text is None:
+                await self._socket.send_bytes(pack(answer))
+            else:
+                await self._socket.send_text(json.dumps(plain(answer)))
+
+    async def _answered(self, fields: Any) -> dict[str, Any]:
+        _check_map(fields)
+        if self._client is not None and self._clients.get(self._client) is not self:
+            raise RequestError("this client has another connection since")
+        if "hello" in fields:
+            return self._welcome(fields)
+        rest = {key: value for key, value in fields.items() if key not in ("id", "policy")}
+        name = self._name(fields.get("policy", self._policy))
+        if "forget" in fields:
+            session = rest["forget"]
+            owned = session if self._client is None else OwnSession(self._client, session)
+            return {"forgotten": self._shelf.forget(name, owned)}
+        if "observations" in fields:
+            return _batch_fields(await self._server.act_batch(name, rest, self._client))
+        return (await self._server.act(name, rest, self._client))._asdict()
+
+    def _welcome(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        if fields["hello"] != PROTOCOL:
+            text = f"'hello' is {shown(fields['hello'])}, expected {PROTOCOL}: the protocol's version here"
+            raise ServingError(text, 426)
+        client = fields.get("client")
+        if not isinstance(client, str) or not client:
+            raise RequestError(f"'client' is {shown(client)}, expected a text that is this client's alone")
+        self._client = client
+        self._clients[client] = self
+        policies = {name: description_of(self._shelf, name) for name in self._shelf.names}
+        return {"hello": PROTOCOL, "max_bytes": self._server.max_body, "policies": policies}
+
+    def _name(self, name: Any) -> str:
+        names = self._shelf.names
+        if name is None and len(names) == 1:
+            return names[0]
+        if not isinstance(name, str):
+            served = ", ".join(names) or "none"
+            raise UnknownPolicyError(f"'policy' is {shown(name)}, expected one of those that are served: {served}")
+        return name
+
+
+def description_of(shelf: Shelf, name: str) -> dict[str, Any]:
+    """A served policy in plain values: versions, spaces, and whether sessions have a memory."""
+    newest = shelf.newest(name)
+    return {
+        "name": name,
+        "version": newest.version,
+        "versions": list(shelf.versions(name)),
+        "observation_space": described(newest.policy.observation_space),
+        "action_space": described(newest.policy.action_space),
+        "has_memory": newest.book.has_memory,
+    }
+
+
+def refusal_of(error: BaseException) -> dict[str, Any]:
+    """An error as clients get it."""
+    text = str(error) if isinstance(error, ServingError) else f"{type(error).__name__}: {error}"
+    return {"error": text, "status": getattr(error, "status", 500)}
+
+
+def read_json(text: bytes | str) -> Any:
+    """A message out of JSON. Raises RequestError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+
+
+def _batch_fields(outcomes: Sequence[Acted | BaseException]) -> dict[str, Any]:
+    acted = {place: each for place, each in enumerate(outcomes) if isinstance(each, Acted)}
+    refused = [
+        {"place": place, **refusal_of(each)} for place, each in enumerate(outcomes) if isinstance(each, BaseException)
+    ]
+    return {
+        "actions": stack_trees([each.action for each in acted.values()]) if acted else None,
+        "places": list(acted),
+        "versions": [each.version for each in acted.values()],
+        "weights": [each.weights for each in acted.values()],
+        "refused": refused,
+    }
+
+
+def _check_fields(fields: Any, known: set[str], needed: str) -> None:
+    _check_map(fields)
+    if unknown := [key for key in fields if key not in known]:
+        raise RequestError(f"unknown field {unknown[0]!r}, expected {', '.join(sorted(known))}")
+    if needed not in fields:
+        raise RequestError(f"'{needed}' is missing")
+
+
+def _check_map(fields: Any) -> None:
+    if not isinstance(fields, Mapping):
+        raise RequestError(f"the request is {type(fields).__name__}, expected an object with 'observation'")
+
+
+class HttpServer:
+    """Serves a shelf of policies over HTTP and WebSocket, until it is closed.
+
+        shelf         the policies
+        listen        `host:port` or `tcp://host:port`; port 0: any that is free
+        secret        that clients send as `Authorization: Bearer SECRET`; needed but on loopback
+        certificate,  files for TLS; the key may be in the certificate's file
+        key
+        max_body      bytes of a request, at most
+
+    clients    client's name for itself -> its newest conversation
+
+    Raises WireError for an address that can't be listened on.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        listen: str,
+        *,
+        secret: str | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        max_body: int = 1 << 24,
+    ) -> None:
+        if not re.fullmatch(r"(tcp://)?[^/]+:\d+", listen):
+            raise WireError(f"address {listen!r}, expected 'host:port' for HTTP", "address")
+        address = parse_address(listen if "://" in listen else f"tcp://{listen}")
+        assert isinstance(address, TcpAddress)
+        for file, option in ((certificate, "certificate"), (key, "key")):
+            if file is not None and not file.is_file():
+                raise WireError(f"there is no file {file}, expected the {option} for TLS", "tls")
+        self.shelf, self.max_body = shelf, max_body
+        self._secret = None if secret is None else secret.encode()
+        check_secret(address, self._secret)
+        self._loop: asyncio.AbstractEventLoop  # set before the first request
         self.clients: dict[str, Conversation] = {}
+        self._scheme = "https" if certificate else "http"
+        config = uvicorn.Config(
+            self._application(),
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            ws_max_size=max_body,
+        )
+        try:
+            config.load()
+            self._sockets = listen_on(address)
+        except EnvError as error:
+            raise WireError(str(error), "address") from error
+        except OSError as error:  # of TLS
+            raise WireError(f"can't listen on {address}: {error}", "address") from error
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=(self._sockets,), name="rollflow serves HTTP", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where clients find it, such as `http://127.0.0.1:8080`."""
+        address = address_of(self._sockets[0])
+        return str(address).replace("tcp", self._scheme, 1)
+
+    def close(self) -> None:
+        """Answer what is under way, and listen no more."""
+        self._server.should_exit = True
+        self._thread.join()
+        close_sockets(self._sockets)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Acting
 
     async def act(self, name: str, fields: Any, client: str | None = None) -> Acted:
         """The answer to a request for the action of a policy.
@@ -141,222 +351,7 @@ class AsyncFront:
             else:
                 answer.set_result(outcome)
 
-
-class Conversation:
-    """One client's messages over an accepted WebSocket; each is answered once it is acted on.
-
-    policy    that acts where a message names none; None: the only one
-
-    A client that has said `hello` has sessions of its own. They are forgotten where it leaves; where its connection
-    breaks, they go on by the next one.
-    """
-
-    def __init__(self, socket: WebSocket, front: AsyncFront, policy: str | None) -> None:
-        self._socket, self._front, self._policy = socket, front, policy
-        self._shelf, self._clients = front.shelf, front.clients
-        self._client: str | None = None
-
-    async def run(self) -> None:
-        """Take messages in their order until the connection is over: text is JSON, bytes are msgpack."""
-        room, tasks = asyncio.Semaphore(_MOST_UNDER_WAY), set[asyncio.Task[None]]()
-        code = None
-        try:
-            while (message := await self._socket.receive())["type"] == "websocket.receive":
-                await room.acquire()
-                task = asyncio.create_task(self._answer(message.get("text"), message.get("bytes")))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                task.add_done_callback(lambda _: room.release())
-            code = message.get("code")
-        finally:
-            for task in tasks:
-                task.cancel()
-            if self._client is not None and self._clients.get(self._client) is self:
-                del self._clients[self._client]
-                if code == _LEFT:
-                    self._shelf.forget_client(self._client)
-
-    async def _answer(self, text: str | None, data: bytes | None) -> None:
-        fields: Any = None
-        try:
-            fields = unpack(data or b"") if text is None else read_json(text)
-            answer = await self._answered(fields)
-        except Exception as error:
-            answer = refusal_of(error)
-        if isinstance(fields, Mapping) and "id" in fields:
-            answer["id"] = fields["id"]
-        with suppress(WebSocketDisconnect, RuntimeError):  # it has gone
-            if text is None:
-                await self._socket.send_bytes(pack(answer))
-            else:
-                await self._socket.send_text(json.dumps(plain(answer)))
-
-    async def _answered(self, fields: Any) -> dict[str, Any]:
-        _check_map(fields)
-        if self._client is not None and self._clients.get(self._client) is not self:
-            raise RequestError("this client has another connection since")
-        if "hello" in fields:
-            return self._welcome(fields)
-        rest = {key: value for key, value in fields.items() if key not in ("id", "policy")}
-        name = self._name(fields.get("policy", self._policy))
-        if "forget" in fields:
-            session = rest["forget"]
-            owned = session if self._client is None else OwnSession(self._client, session)
-            return {"forgotten": self._shelf.forget(name, owned)}
-        if "observations" in fields:
-            return _batch_fields(await self._front.act_batch(name, rest, self._client))
-        return (await self._front.act(name, rest, self._client))._asdict()
-
-    def _welcome(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        if fields["hello"] != PROTOCOL:
-            text = f"'hello' is {shown(fields['hello'])}, expected {PROTOCOL}: the protocol's version here"
-            raise ServingError(text, 426)
-        client = fields.get("client")
-        if not isinstance(client, str) or not client:
-            raise RequestError(f"'client' is {shown(client)}, expected a text that is this client's alone")
-        self._client = client
-        self._clients[client] = self
-        policies = {name: description_of(self._shelf, name) for name in self._shelf.names}
-        return {"hello": PROTOCOL, "max_bytes": self._front.limit, "policies": policies}
-
-    def _name(self, name: Any) -> str:
-        names = self._shelf.names
-        if name is None and len(names) == 1:
-            return names[0]
-        if not isinstance(name, str):
-            served = ", ".join(names) or "none"
-            raise UnknownPolicyError(f"'policy' is {shown(name)}, expected one of those that are served: {served}")
-        return name
-
-
-def description_of(shelf: Shelf, name: str) -> dict[str, Any]:
-    """A served policy in plain values: versions, spaces, and whether sessions have a memory."""
-    newest = shelf.newest(name)
-    return {
-        "name": name,
-        "version": newest.version,
-        "versions": list(shelf.versions(name)),
-        "observation_space": described(newest.policy.observation_space),
-        "action_space": described(newest.policy.action_space),
-        "has_memory": newest.book.has_memory,
-    }
-
-
-def refusal_of(error: BaseException) -> dict[str, Any]:
-    """An error as clients get it."""
-    text = str(error) if isinstance(error, ServingError) else f"{type(error).__name__}: {error}"
-    return {"error": text, "status": getattr(error, "status", 500)}
-
-
-def read_json(text: bytes | str) -> Any:
-    """A message out of JSON. Raises RequestError."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
-
-
-def _batch_fields(outcomes: Sequence[Acted | BaseException]) -> dict[str, Any]:
-    acted = {place: each for place, each in enumerate(outcomes) if isinstance(each, Acted)}
-    refused = [
-        {"place": place, **refusal_of(each)} for place, each in enumerate(outcomes) if isinstance(each, BaseException)
-    ]
-    return {
-        "actions": stack_trees([each.action for each in acted.values()]) if acted else None,
-        "places": list(acted),
-        "versions": [each.version for each in acted.values()],
-        "weights": [each.weights for each in acted.values()],
-        "refused": refused,
-    }
-
-
-def _check_fields(fields: Any, known: set[str], needed: str) -> None:
-    _check_map(fields)
-    if unknown := [key for key in fields if key not in known]:
-        raise RequestError(f"unknown field {unknown[0]!r}, expected {', '.join(sorted(known))}")
-    if needed not in fields:
-        raise RequestError(f"'{needed}' is missing")
-
-
-def _check_map(fields: Any) -> None:
-    if not isinstance(fields, Mapping):
-        raise RequestError(f"the request is {type(fields).__name__}, expected an object with 'observation'")
-
-
-class HttpServer:
-    """Serves a shelf of policies over HTTP and WebSocket, until it is closed.
-
-        shelf         the policies
-        listen        `host:port` or `tcp://host:port`; port 0: any that is free
-        secret        that clients send as `Authorization: Bearer SECRET`; needed but on loopback
-        certificate,  files for TLS; the key may be in the certificate's file
-        key
-        max_body      bytes of a request, at most
-
-    Raises WireError for an address that can't be listened on.
-    """
-
-    def __init__(
-        self,
-        shelf: Shelf,
-        listen: str,
-        *,
-        secret: str | None = None,
-        certificate: Path | None = None,
-        key: Path | None = None,
-        max_body: int = 1 << 24,
-    ) -> None:
-        if not re.fullmatch(r"(tcp://)?[^/]+:\d+", listen):
-            raise WireError(f"address {listen!r}, expected 'host:port' for HTTP", "address")
-        address = parse_address(listen if "://" in listen else f"tcp://{listen}")
-        assert isinstance(address, TcpAddress)
-        for file, option in ((certificate, "certificate"), (key, "key")):
-            if file is not None and not file.is_file():
-                raise WireError(f"there is no file {file}, expected the {option} for TLS", "tls")
-        self._shelf, self._max_body = shelf, max_body
-        self._secret = None if secret is None else secret.encode()
-        check_secret(address, self._secret)
-        self._front: AsyncFront  # set before the first request
-        self._scheme = "https" if certificate else "http"
-        config = uvicorn.Config(
-            self._application(),
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
-            ws_max_size=max_body,
-        )
-        try:
-            config.load()
-            self._sockets = listen_on(address)
-        except EnvError as error:
-            raise WireError(str(error), "address") from error
-        except OSError as error:  # of TLS
-            raise WireError(f"can't listen on {address}: {error}", "address") from error
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=(self._sockets,), name="rollflow serves HTTP", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """Where clients find it, such as `http://127.0.0.1:8080`."""
-        address = address_of(self._sockets[0])
-        return str(address).replace("tcp", self._scheme, 1)
-
-    def close(self) -> None:
-        """Answer what is under way, and listen no more."""
-        self._server.should_exit = True
-        self._thread.join()
-        close_sockets(self._sockets)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    # HTTP
 
     def _application(self) -> Starlette:
         """The application, for an ASGI server."""
@@ -374,8 +369,8 @@ class HttpServer:
 
     @asynccontextmanager
     async def _tidying(self, _: Starlette) -> AsyncIterator[None]:
-        self._front = AsyncFront(self._shelf, self._max_body)
-        watcher = Watcher([self._shelf.tidy], TIDY_SECONDS)
+        self._loop = asyncio.get_running_loop()
+        watcher = Watcher([self.shelf.tidy], TIDY_SECONDS)
         try:
             yield
         finally:
@@ -407,28 +402,28 @@ class HttpServer:
         return Response("ok\n", media_type="text/plain")
 
     async def _ready(self, _: Request) -> Response:
-        ready = bool(self._shelf.names)
+        ready = bool(self.shelf.names)
         return Response("ready\n" if ready else "no policy yet\n", 200 if ready else 503, media_type="text/plain")
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._shelf.meters.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(self.shelf.meters.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _policies(self, _: Request) -> Any:
-        return {"policies": [description_of(self._shelf, name) for name in self._shelf.names]}
+        return {"policies": [description_of(self.shelf, name) for name in self.shelf.names]}
 
     async def _policy(self, request: Request) -> Any:
-        return description_of(self._shelf, request.path_params["name"])
+        return description_of(self.shelf, request.path_params["name"])
 
     async def _act(self, request: Request) -> Any:
         fields = _read(request.headers.get("content-type", ""), await self._body(request))
-        return (await self._front.act(request.path_params["name"], fields))._asdict()
+        return (await self.act(request.path_params["name"], fields))._asdict()
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
-            if size > self._max_body:
-                raise ServingError(f"the body is larger than {self._max_body} bytes", 413)
+            if size > self.max_body:
+                raise ServingError(f"the body is larger than {self.max_body} bytes", 413)
             parts.append(part)
         return b"".join(parts)
 
@@ -439,7 +434,7 @@ class HttpServer:
             await socket.close(1008, str(error))  # which is status 403 here
             return
         await socket.accept()
-        await Conversation(socket, self._front, socket.path_params.get("name")).run()
+        await Conversation(socket, self, socket.path_params.get("name")).run()
 
 
 def _read(content_type: str, body: bytes) -> Any:
