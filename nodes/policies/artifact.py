@@ -358,15 +358,6 @@ def check_same(saved: Arrays, computed: Arrays, *, exact: bool, skipped: Sequenc
         raise PolicyError(f"the examples have other columns than the policy: missing {missing}, unused {unused}")
 
 
-def is_same(saved: Arrays, computed: Arrays) -> bool:
-    """True if all results are the same to 1e-5."""
-    try:
-        check_same(saved, computed, exact=False)
-    except PolicyError:
-        return False
-    return True
-
-
 def _fault(name: str, saved: NDArray[Any], computed: NDArray[Any], exact: bool) -> tuple[int, str, str] | None:
     """The first step at which a column differs, its name, and how it does."""
     if saved.shape != computed.shape or saved.dtype != computed.dtype:

@@ -125,9 +125,8 @@ class OnnxPolicy:
         """Begin a new episode with the session's next observation."""
         self._homes.pop(session, None)
 
-    def forget(self, session: Hashable = DEFAULT_SESSION) -> None:
-        """Release the memory of a session whose environment is gone."""
-        self._homes.pop(session, None)
+    forget = reset
+    """Release the memory of a session whose environment is gone."""
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:

@@ -132,8 +132,12 @@ class SessionBook:
         """The answer to a request that was answered before, or can't be; None: it needs a pass."""
         record = None if request.session is None else self._records.get(request.session)
         if record is None:
-            goes_on = not request.begins and request.session is not None
-            return session_lost(request.session) if goes_on and self.has_memory else None
+            if request.begins or request.session is None or not self.has_memory:
+                return None
+            return SessionLostError(
+                f"session {request.session!r} has no memory here: it never began, or it was forgotten; expected "
+                "'begins': true with its next observation, as after reset() of a PolicyClient"
+            )
         if request.number is not None and record.number is not None:
             if request.number == record.number and record.answer is not None:
                 return record.answer
@@ -185,14 +189,6 @@ class SessionBook:
             return False
         self._leaving.append(session)
         return True
-
-
-def session_lost(session: Hashable) -> SessionLostError:
-    """The error for a session that goes on without a memory here."""
-    return SessionLostError(
-        f"session {session!r} has no memory here: it never began, or it was forgotten; expected 'begins': true with "
-        "its next observation, as after reset() of a PolicyClient"
-    )
 
 
 class BatchOptions(NamedTuple):

@@ -223,7 +223,7 @@ class TrainSteps:
         Raises ConnectorError for a batch whose columns have a time axis.
         """
         self._refuse_rows(column)
-        in_list_form = is_in_list_form(self.batch)
+        in_list_form = all(isinstance(data, list) or is_keyed_by_episode(data) for data in self.batch.values())
         tensors = [leaf for data in self.batch.values() for leaf in leaves_of(data) if torch.is_tensor(leaf)]
         self.batch.pop(column, None)
         if self._fragments is not None or not in_list_form:
@@ -283,11 +283,6 @@ class StepsConnector(ConnectorV2):
 def tensors_of(arrays: Tree, device: torch.device) -> Tree:
     """A tree of arrays, or of tensors, as tensors on a device; what is read-only is copied."""
     return map_tree(lambda leaf: (leaf if torch.is_tensor(leaf) else tensor_of(leaf)).to(device), arrays)
-
-
-def is_in_list_form(batch: Batch) -> bool:
-    """True if no column has been made an array."""
-    return all(isinstance(data, list) or is_keyed_by_episode(data) for data in batch.values())
 
 
 def _shapes_of(items: Tree) -> str:

@@ -290,7 +290,10 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 note_of_piece(error)
                 raise
             if not isinstance(batch, dict):
-                raise self._no_batch(place, batch)
+                raise ConnectorError(
+                    f"connector piece {self._described(place)} returned {type(batch).__name__}, expected the batch, a "
+                    "dict: does its __call__ end in 'return batch'?"
+                )
             now = perf_counter_ns()
             timer.calls += 1
             timer.total_ns += now - mark
@@ -544,12 +547,6 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 raise
             observation_space, action_space = piece.observation_space, piece.action_space
         self._observation_space, self._action_space = observation_space, action_space
-
-    def _no_batch(self, place: int, returned: Any) -> ConnectorError:
-        return ConnectorError(
-            f"connector piece {self._described(place)} returned {type(returned).__name__}, expected the batch, a dict: "
-            "does its __call__ end in 'return batch'?"
-        )
 
     def _described(self, place: int) -> str:
         return f"'{self.names[place]}' ({place + 1} of {len(self)} in {self.name})"

@@ -245,19 +245,16 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
 
         Every vector step of a rollout gives the same columns.
         """
-        if shared_data.get(PASSED_ON) and self._ends_in_bounds:
-            del batch[Columns.ACTIONS_FOR_ENV]
-        return batch
-
-    @property
-    def _ends_in_bounds(self) -> bool:
-        """True if the piece that brings actions into their bounds comes last but one, before no user's piece."""
         pieces = self._pieces
-        return (
-            len(pieces) > 1
+        if (
+            shared_data.get(PASSED_ON)
+            and len(pieces) > 1
+            # The piece that brings actions into their bounds comes last but one, before no user's piece.
             and type(pieces[-1]) is ListifyDataForVectorEnv
             and isinstance(pieces[-2], NormalizeAndClipActions)
-        )
+        ):
+            del batch[Columns.ACTIONS_FOR_ENV]
+        return batch
 
     def run_jointly(
         self, rl_module: Any, batch: Batch, sizes: Sequence[int], explore: bool, shared_data: Sequence[dict[str, Any]]
