@@ -113,7 +113,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         if remote.is_waited:
             self.ask(remote)
         elif remote.phase is LanePhase.LOST:
-            self.supervisor.begin(remote, LanePhase.READY)
+            self.begin(remote, LanePhase.READY)
         else:
             yield remote.lane
 
@@ -158,7 +158,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             return
         count.steps += report.steps - count.reported
         count.reported, count.stages = report.steps, report.nodes
-        self.supervisor.lost_steps += report.lost_steps
+        self.lost_steps += report.lost_steps
         self._hear(remote, answer, report, where)
         failure = report.failure
         if failure is not None:
@@ -308,7 +308,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         is_alive = progress.pulse != count.pulse
         count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
         if is_alive and remote.phase is LanePhase.LATE:
-            self.supervisor.begin(remote, LanePhase.STEPPING)
+            self.begin(remote, LanePhase.STEPPING)
 
     def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
         """Have a host leave that has said what makes no sense."""

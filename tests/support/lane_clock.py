@@ -20,12 +20,12 @@ class LaneClock:
 
     def left(self, rollout: Rollout | MultiAgentRollout, lane: int) -> float:
         """Seconds that a lane has left for what it is at; 0.0 where it has nothing to do."""
-        watch = rollout.environments.supervisor.deadlines  # type: ignore[attr-defined]
+        watch = rollout.environments.deadlines  # type: ignore[attr-defined]
         return float(watch._until.get(lane, self._now) - self._now)
 
     def has_looked(self, rollout: Rollout, lane: int) -> bool:
         """True where a lane of whole rollouts has made nothing since it was looked at, and has time left."""
-        watch = rollout.environments.supervisor.deadlines  # type: ignore[attr-defined]
+        watch = rollout.environments.deadlines  # type: ignore[attr-defined]
         pulse = rollout.environments._counts[lane].pulse  # type: ignore[attr-defined]
         return bool(watch._seen[lane][0] == pulse) and self.is_before(rollout, lane)
 

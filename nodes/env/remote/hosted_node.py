@@ -94,10 +94,10 @@ class HostedNode(LanesElsewhere):
     @property
     def patience(self) -> float | None:
         """Seconds until a lane is late or begins anew, or the rollout has waited long enough for hosts."""
-        left = [self.supervisor.patience]
+        left = [super().patience]
         if self._vacancy is not None:
             left.append(self._vacancy.left)
-        if self.supervisor.is_draining:
+        if self.is_draining:
             left.append(_LOOK_S)  # whether a host has been lost
         return min((seconds for seconds in left if seconds is not None), default=None)
 
@@ -128,13 +128,13 @@ class HostedNode(LanesElsewhere):
     def _late(self, remote: RemoteLane, text: str) -> Iterator[Any]:
         """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
         if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
-            self.supervisor.deadlines.end(remote.index)
+            self.deadlines.end(remote.index)
         elif remote.phase is LanePhase.LATE:
-            self._lost(remote, f"{remote.reason}, nor since")
+            self._give_up_loudly(remote, f"{remote.reason}, nor since")
             yield from self._leave(remote)
         else:
             self.late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
-            self.supervisor.begin(remote, LanePhase.LATE)
+            self.begin(remote, LanePhase.LATE)
 
     def _end(self) -> None:
         self.gateway.close("the rollout has ended" if self.is_closed else "the rollout could not be made")
@@ -143,13 +143,8 @@ class HostedNode(LanesElsewhere):
 
     def request(self, remote: RemoteLane, request: Request, phase: LanePhase) -> None:
         """Ask a lane's host for something, which takes the lane to a phase."""
-        self.supervisor.begin(remote, phase)
+        self.begin(remote, phase)
         self.gateway.ask(request)
-
-    def come_back(self, remote: RemoteLane) -> Any:
-        """Take a lane out of flight: the lane, as it goes round."""
-        self.supervisor.come_back(remote)
-        return remote.lane
 
     def lanes_of(self, host: RemoteHost) -> list[RemoteLane]:
         """A host's lanes; one that came when the rollout was ending has been given none."""
@@ -167,7 +162,7 @@ class HostedNode(LanesElsewhere):
 
     def progress(self, lane: int) -> ProgressMark:
         """Nothing is seen of a step or a reset until it is answered."""
-        phase = self.supervisor.lanes[lane].phase
+        phase = self.lanes[lane].phase
         return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
@@ -175,7 +170,7 @@ class HostedNode(LanesElsewhere):
         seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, remote.starts))
         remote.starts += 1
         if not remote.is_waited:
-            self.supervisor.wait_for(remote)
+            self.wait_for(remote)
         number = self.gateway.next_number(remote.index)
         self.request(remote, Reset(remote.index, number, seeds, None), LanePhase.RESETTING)
         return iter(())
@@ -202,11 +197,11 @@ class HostedNode(LanesElsewhere):
         """Take note of an error of a lane's environments. Raises EnvError where every lane's raise from the first."""
         where = f"on host {remote.host.name}"
         remote.raised = RaisedError(answer.type, answer.text, answer.notes, answer.traceback, where)
-        self.supervisor.check_first_errors()
+        self.check_first_errors()
 
     def late(self, remote: RemoteLane, reason: str) -> None:
         """Deal with a lane that has not come back in time, for the first time."""
-        self._lost(remote, reason)
+        self._give_up_loudly(remote, reason)
 
     def lose(self, remote: RemoteLane, reason: str) -> int:
         """End what is open in a lane that is lost: how many transitions are lost with it."""
@@ -251,7 +246,7 @@ class HostedNode(LanesElsewhere):
                 yield from self._join(event.host)
             case "reconnected":  # it has its time again for what it is at
                 for remote in self.lanes_of(event.host):
-                    self.supervisor.watch(remote)
+                    self.watch(remote)
                 self._part_absent()
             case "away":
                 absent = self._part_absent()
@@ -280,7 +275,7 @@ class HostedNode(LanesElsewhere):
 
     def _join(self, host: RemoteHost) -> Iterator[Any]:
         """Give a host that came later its lanes."""
-        if self.supervisor.is_draining:
+        if self.is_draining:
             return
         is_first = self._vacancy is not None
         if is_first:
@@ -299,12 +294,12 @@ class HostedNode(LanesElsewhere):
         for remote in self.lanes_of(host):
             if remote.phase is LanePhase.ASIDE:
                 continue
-            self._lost(remote, f"host {host.name}: {reason}")
-            self.supervisor.set_aside(remote)
+            self._give_up_loudly(remote, f"host {host.name}: {reason}")
+            self.set_aside(remote)
             if remote.is_waited:
                 yield from self._leave(remote)
 
-    def _lost(self, remote: RemoteLane, reason: str) -> None:
+    def _give_up_loudly(self, remote: RemoteLane, reason: str) -> None:
         """Give a lane up that does not begin anew now."""
         self.give_up(remote, reason)
         logger.warning("lane %d is lost: %s", remote.index, reason)
@@ -321,7 +316,7 @@ class HostedNode(LanesElsewhere):
 
     def _leave(self, remote: RemoteLane) -> Iterator[Any]:
         host = remote.host
-        self.supervisor.set_aside(remote)
+        self.set_aside(remote)
         if self.gateway.hosts.get(host.session.token) is host:
             self._farewells.append((f"lane {remote.index}", remote.reason))
         remote.has_left = True
@@ -329,9 +324,9 @@ class HostedNode(LanesElsewhere):
         is_last = all(each.has_left for each in self.remotes)
         if is_last:
             self._vacancy = HostWait(self.join_timeout)
-            if not self.supervisor.is_draining:
+            if not self.is_draining:
                 self._vacancy.warn("no lane is left", self.gateway.waited_for())
-            self.supervisor.in_flight += 1  # hosts that may come
+            self.in_flight += 1  # hosts that may come
         self.listener.lane_left(remote.lane, is_last)
         yield from super()._leave(remote)
 
@@ -372,7 +367,7 @@ class HostedNode(LanesElsewhere):
         return absent
 
     def _check_vacancy(self) -> None:
-        if self.supervisor.is_draining:
+        if self.is_draining:
             self._fill_vacancy()
         if self._vacancy is None:
             return
@@ -390,4 +385,4 @@ class HostedNode(LanesElsewhere):
     def _fill_vacancy(self) -> None:
         if self._vacancy is not None:
             self._vacancy = None
-            self.supervisor.in_flight -= 1
+            self.in_flight -= 1

@@ -115,7 +115,7 @@ class LaneSupervisor:
         step_timeout, reset_timeout    seconds until a lane is late; None: never. See `ProgressWatch`
         suffix                         what a step's time includes, in the texts of late lanes
 
-        lanes          state of every lane, by its number
+        remotes        lanes, by number
         deadlines      of the lanes that are waited for
         in_flight      lanes that are waited for, and whatever else is
         lost_steps     transitions that were under way when their lanes were lost
@@ -125,6 +125,9 @@ class LaneSupervisor:
     Each loss in a row doubles the pause before the lane begins anew; vector steps of a whole fragment forgive them.
     """
 
+    in_flight = lost_steps = 0
+    is_draining = False
+
     def __init__(
         self,
         progress: Callable[[int], ProgressMark],
@@ -133,18 +136,21 @@ class LaneSupervisor:
         reset_timeout: float | None = 120.0,
         suffix: str = "",
     ) -> None:
-        self.lanes: list[LaneStatus] = []
-        self.in_flight = self.lost_steps = 0
+        self.remotes: list[Any] = []
         self.set_aside_texts: list[str] = []
-        self.is_draining = False
         self.reset_timeout = reset_timeout
         self._lost: dict[int, LaneStatus] = {}  # those that are LOST
         self.deadlines = ProgressWatch(step_timeout, reset_timeout, progress, suffix=suffix)
 
     @property
+    def report_notes(self) -> Sequence[str]:
+        """Sentences about lanes that were set aside, and why. From any thread."""
+        return tuple(self.set_aside_texts)
+
+    @property
     def last_error(self) -> LastError | None:
         """Why a lane was lost, or late, last; None: none ever was. From any thread."""
-        lane = max(self.lanes[:], key=lambda each: each.noted_at, default=None)
+        lane = max(self.remotes[:], key=lambda each: each.noted_at, default=None)
         if lane is None or not lane.reason:
             return None
         return LastError(f"lane {lane.index}: {lane.reason}", backoff.times.clock() - lane.noted_at)
@@ -169,12 +175,13 @@ class LaneSupervisor:
         if status.is_waited and status.phase is not LanePhase.LOST:
             self.deadlines.begin(status.index)
 
-    def come_back(self, status: LaneStatus) -> None:
-        """Take a lane out of flight: it goes on in the ring."""
+    def come_back(self, status: LaneStatus) -> Any:
+        """Take a lane out of flight: what goes on in the ring."""
         assert status.is_waited
         self.in_flight -= 1
         status.is_waited = False
         self.deadlines.end(status.index)
+        return status.lane
 
     def give_back(self, status: LaneStatus) -> None:
         """Take a lane out of flight for good: it goes on in the ring once more, and never begins anew."""
@@ -231,9 +238,9 @@ class LaneSupervisor:
 
         Lanes that were set aside without a loss of their own, as those of hosts that left, don't count.
         """
-        lanes = [each for each in self.lanes if each.failures or each.raised or each.phase is not LanePhase.ASIDE]
+        lanes = [each for each in self.remotes if each.failures or each.raised or each.phase is not LanePhase.ASIDE]
         raised = [(each.index, each.raised) for each in lanes if each.raised is not None and not each.has_stepped]
-        if self.is_draining or len(raised) < len(lanes) or any(each.has_stepped for each in self.lanes):
+        if self.is_draining or len(raised) < len(lanes) or any(each.has_stepped for each in self.remotes):
             return
         reasons = "; ".join(f"lane {index}: {first.type}: {first.text}" for index, first in raised)
         error = EnvError(f"the environments of every lane raised before they had made a step: {reasons}")
@@ -242,8 +249,8 @@ class LaneSupervisor:
 
     def check_any_left(self) -> None:
         """Raise EnvError where every lane has been set aside."""
-        if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.lanes):
+        if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.remotes):
             return
-        reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self.lanes)
+        reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self.remotes)
         times = MAX_FAILURES + 1
         raise EnvError(f"every lane was lost {times} times in a row, the last time by: {reasons}").see("worker")

@@ -4,7 +4,7 @@ import abc
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
@@ -13,21 +13,19 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.stream.net import backoff
-from rollflow.stream.observe.waits import LastError, Wait
+from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
 
 
-class LanesElsewhere(LaneSource):
+class LanesElsewhere(LaneSupervisor, LaneSource):
     """A node whose lanes step elsewhere: it hands them over, takes them back, and begins those anew that are lost.
 
     The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
     ports from that. Subclasses say where lanes step and how they are asked, heard and lost.
 
-    remotes                 lanes as they are elsewhere, by number, which are those of the supervisor
-    supervisor              state of the lanes
     late_suffix             what a step's time includes, in the texts of late lanes
     steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
     """
@@ -38,36 +36,34 @@ class LanesElsewhere(LaneSource):
 
     def __init__(self, env: Any, **options: Any) -> None:
         self._leaving: deque[Any] = deque()  # lanes that were set aside while they were elsewhere in the ring
-        itself: Any = weakref.proxy(self)  # which holds the supervisor
+        itself: Any = weakref.proxy(self)  # which this function is held by
         times = {name: options.pop(name) for name in ("step_timeout", "reset_timeout") if name in options}
-        self.supervisor = LaneSupervisor(lambda lane: itself.progress(lane), suffix=self.late_suffix, **times)
-        self.remotes: list[Any] = self.supervisor.lanes
+        LaneSupervisor.__init__(self, lambda lane: itself.progress(lane), suffix=self.late_suffix, **times)
         with closing_on_error(self._end):
-            super().__init__(env, **options)
+            LaneSource.__init__(self, env, **options)
 
     def hand_over(self, lane: L) -> L | None:
         """Have a lane's environments stepped with the actions that it brings: it comes back by `completed`."""
         remote = self.remotes[lane.index]
-        supervisor = self.supervisor
-        supervisor.wait_for(remote)
-        if remote.phase is LanePhase.READY and (self.steps_while_draining or not supervisor.is_draining):
+        self.wait_for(remote)
+        if remote.phase is LanePhase.READY and (self.steps_while_draining or not self.is_draining):
             self.ask(remote)
             return None
         # It was lost while it was somewhere else: no step is under way.
-        supervisor.lost_steps += self.lose_idle(remote)
+        self.lost_steps += self.lose_idle(remote)
         if remote.phase is LanePhase.ASIDE:
             self._leaving.append(remote)
-        elif not supervisor.is_draining:
+        elif not self.is_draining:
             self._go_on(remote)
         return None
 
     def hasten(self) -> None:
         """Have those lanes come back that make no step; from now on none begins anew."""
-        self.supervisor.is_draining = True
+        self.is_draining = True
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
-        began_at, calls = self.supervisor.deadlines.began, self.call_times
+        began_at, calls = self.deadlines.began, self.call_times
         for lane in self._completed():
             began = began_at.get(lane.index)
             if began is not None and not lane.is_set_aside:
@@ -83,42 +79,12 @@ class LanesElsewhere(LaneSource):
         while self._leaving:
             yield from self._leave(self._leaving.popleft())
         yield from self._heard()
-        for index, text in self.supervisor.deadlines.overdue().items():
+        for index, text in self.deadlines.overdue().items():
             yield from self._late(self.remotes[index], text)
-        for remote in self.supervisor.due():
+        for remote in self.due():
             yield from self._set_out(remote)
-        if self.supervisor.is_draining:
+        if self.is_draining:
             yield from self._given_up()
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds until a lane is late or begins anew."""
-        return self.supervisor.patience
-
-    @property
-    def last_error(self) -> LastError | None:
-        """Why a lane was lost, or late, last; None: none ever was. From any thread."""
-        return self.supervisor.last_error
-
-    @property
-    def report_notes(self) -> Sequence[str]:
-        """Sentences about lanes that were set aside, and why. From any thread."""
-        return tuple(self.supervisor.set_aside_texts)
-
-    @property
-    def in_flight(self) -> int:
-        """Lanes that are waited for, and whatever else is."""
-        return self.supervisor.in_flight
-
-    @property
-    def lost_steps(self) -> int:
-        """Transitions that were under way when their environments were lost."""
-        return self.supervisor.lost_steps
-
-    @property
-    def is_draining(self) -> bool:
-        """True once no more steps are asked for."""
-        return self.supervisor.is_draining
 
     @property
     def lanes_at_work(self) -> set[int]:
@@ -129,7 +95,7 @@ class LanesElsewhere(LaneSource):
         """What every lane that is waited for is at right now, as far as it is known here. From any thread."""
         for remote in list(self.remotes):
             if remote.is_waited:
-                began = self.supervisor.deadlines.began.get(remote.index)  # None: it was not asked yet
+                began = self.deadlines.began.get(remote.index)  # None: it was not asked yet
                 age_s = 0.0 if began is None else max(0.0, backoff.times.clock() - began)
                 yield from self._waits_for(remote, name, began, age_s)
 
@@ -145,18 +111,18 @@ class LanesElsewhere(LaneSource):
 
     def give_up(self, remote: Any, reason: str) -> None:
         """End a lane's open episodes."""
-        self.supervisor.deadlines.end(remote.index)
+        self.deadlines.end(remote.index)
         remote.note(reason)
-        self.supervisor.lost_steps += self.lose(remote, reason)
+        self.lost_steps += self.lose(remote, reason)
 
     def begin_anew_or_leave(self, remote: Any, traceback: str = "") -> Iterator[Any]:
         """Have a lane that was given up begin anew after a while, longer each time; after too many times it leaves."""
-        self.supervisor.fail(remote)
+        self.fail(remote)
         self.listener.lane_lost(remote.index)
-        if self.supervisor.is_draining:
+        if self.is_draining:
             logger.warning("lane %d is lost while the rollout is drained: %s%s", remote.index, remote.reason, traceback)
         elif remote.phase is LanePhase.ASIDE:
-            logger.error("%s", self.supervisor.set_aside_texts[-1])
+            logger.error("%s", self.set_aside_texts[-1])
         else:
             again = max(0.0, remote.due - backoff.times.clock())
             told = "lane %d is lost and made again in %.1f s: %s%s"
@@ -166,7 +132,7 @@ class LanesElsewhere(LaneSource):
 
     def _leave(self, remote: Any) -> Iterator[Any]:
         """Let a lane go round for the last time."""
-        self.supervisor.give_back(remote)
+        self.give_back(remote)
         remote.lane.is_set_aside = True
         yield remote.lane
 
@@ -176,7 +142,7 @@ class LanesElsewhere(LaneSource):
             if remote.is_waited and self.has_no_step(remote):
                 if remote.phase is not LanePhase.READY:
                     reason = f"the rollout ended: {remote.reason or 'it made no step'}"
-                    self.supervisor.lost_steps += self.lose(remote, reason)
+                    self.lost_steps += self.lose(remote, reason)
                 yield from LanesElsewhere._leave(self, remote)
 
     # What the place where lanes step says

@@ -65,7 +65,7 @@ class ThreadNode(LanesElsewhere):
         """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
         for remote, lane in zip(self.remotes, self.begin_lanes(), strict=True):
             remote.lane = lane
-            self.supervisor.wait_for(remote)
+            self.wait_for(remote)
             self._put(remote, LanePhase.RESETTING, self.reset_lane)
         return iter(())
 
@@ -101,8 +101,7 @@ class ThreadNode(LanesElsewhere):
         self._bell.silence()
         while self._done:
             remote, error = self._done.popleft()
-            lane = remote.lane
-            self.supervisor.come_back(remote)
+            lane = self.come_back(remote)
             if error is not None:
                 self.unrecorded_steps += lane.steps_under_way if remote.phase is LanePhase.STEPPING else 0
                 try:
@@ -148,7 +147,7 @@ class ThreadNode(LanesElsewhere):
         return bool(hung)
 
     def _put(self, remote: ThreadLane, phase: LanePhase, job: Callable[[Any], None]) -> None:
-        self.supervisor.begin(remote, phase)
+        self.begin(remote, phase)
         remote.thread.put(partial(self._do, remote, job, "reset" if phase is LanePhase.RESETTING else "step"))
 
     def _do(self, remote: ThreadLane, job: Callable[[Any], None], does: str) -> None:

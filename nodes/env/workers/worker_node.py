@@ -101,7 +101,7 @@ class WorkerNode(LanesElsewhere):
         self._begin()
         for link, lane in zip(self.remotes, self.lanes, strict=True):
             link.lane = lane
-            self.supervisor.wait_for(link)
+            self.wait_for(link)
             self._go_on(link)
         return iter(())
 
@@ -131,12 +131,12 @@ class WorkerNode(LanesElsewhere):
         return turns * len(self.remotes) + link.index, activity  # which says as well whose it is
 
     def ask(self, remote: LaneLink) -> None:
-        self.supervisor.begin(remote, LanePhase.STEPPING)  # before the worker can get on: all that it makes counts
+        self.begin(remote, LanePhase.STEPPING)  # before the worker can get on: all that it makes counts
         remote.step()
 
     def _go_on(self, remote: LaneLink) -> None:
         remote.go_on()
-        self.supervisor.watch(remote)
+        self.watch(remote)
 
     def _set_out(self, remote: LaneLink) -> Iterator[Any]:
         worker = self._worker_of[remote.index]
@@ -173,7 +173,7 @@ class WorkerNode(LanesElsewhere):
 
     def _leave(self, remote: LaneLink) -> Iterator[Any]:
         yield from super()._leave(remote)
-        self.supervisor.check_any_left()
+        self.check_any_left()
 
     def _waits_for(self, remote: LaneLink, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
         worker, doing = self._worker_of[remote.index], remote.doing
@@ -231,12 +231,11 @@ class WorkerNode(LanesElsewhere):
             if link.is_waited:
                 link.go_on()
         elif link.take(answer):
-            self.supervisor.come_back(link)
-            yield link.lane
+            yield self.come_back(link)
             if link.failure is not None:
                 yield from self._failed(link, link.failure)
         elif answer.kind is FrameKind.BEGUN:
-            self.supervisor.begin(link, LanePhase.STEPPING)
+            self.begin(link, LanePhase.STEPPING)
 
     def _has_ended(self, worker: Worker, process: WorkerProcess) -> Iterator[Any]:
         """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
@@ -249,7 +248,7 @@ class WorkerNode(LanesElsewhere):
     # Losses
 
     def _failed(self, link: LaneLink, failure: Mapping[str, Any]) -> Iterator[Any]:
-        self.supervisor.lost_steps += link.fail(failure)
+        self.lost_steps += link.fail(failure)
         raised = RaisedError.in_fields(failure)
         # Environments that have been made before may well be made again: that they can't be now is a loss.
         if link.phase is not LanePhase.MAKING:
@@ -258,7 +257,7 @@ class WorkerNode(LanesElsewhere):
             link.raised = raised
             for each in self.remotes:
                 each.has_stepped |= each.has_made_steps
-            self.supervisor.check_first_errors()
+            self.check_first_errors()
         told = "" if raised.traceback in self._logged else f"\n{raised.traceback}"
         if told:
             self._logged.append(raised.traceback)
@@ -285,7 +284,7 @@ class WorkerNode(LanesElsewhere):
 
     def _make(self, link: LaneLink) -> None:
         link.make()
-        self.supervisor.begin(link, LanePhase.MAKING)
+        self.begin(link, LanePhase.MAKING)
 
     def _start_process(self, worker: Worker) -> None:
         links = [link for link in worker.links if link.phase is not LanePhase.ASIDE]
@@ -299,7 +298,7 @@ class WorkerNode(LanesElsewhere):
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
         """A worker's description of the environments that it has made. Raises EnvError when it could not."""
-        timeout = self.supervisor.reset_timeout
+        timeout = self.reset_timeout
         until = None if timeout is None else backoff.times.clock() + timeout
         while True:
             left = None if until is None else until - backoff.times.clock()

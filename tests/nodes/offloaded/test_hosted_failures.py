@@ -283,7 +283,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
             await_held(tmp_path, 0, times)
             await_that(lambda step=step: rollout.num_steps == step)  # as it has said
             lane_clock.go_on(rollout, 11.0)
-            await_that(lambda: rollout.environments.supervisor.deadlines.left not in (None, 0.0))
+            await_that(lambda: rollout.environments.deadlines.left not in (None, 0.0))
             let_go(tmp_path, 0, times)
         [fragment] = rollout.fragments()
     assert fragment.num_steps == 8

@@ -31,17 +31,17 @@ class Lanes(RuleBasedStateMachine):
         self.out: dict[int, int] = {}  # by lane: how often it has come back and not been handed over since
 
     def progress(self, lane: int) -> watch.ProgressMark:
-        phase = self.supervisor.lanes[lane].phase
+        phase = self.supervisor.remotes[lane].phase
         return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
 
     @initialize(count=st.integers(1, 4))
     def start(self, count: int) -> None:
         for index in range(count):
-            self.supervisor.lanes.append(LaneStatus(index, LanePhase.READY))
+            self.supervisor.remotes.append(LaneStatus(index, LanePhase.READY))
             self.out[index] = 1
 
     def lane(self, number: int) -> LaneStatus:
-        return self.supervisor.lanes[number % len(self.supervisor.lanes)]
+        return self.supervisor.remotes[number % len(self.supervisor.remotes)]
 
     def come_back(self, lane: LaneStatus) -> None:
         self.supervisor.come_back(lane)
@@ -96,7 +96,7 @@ class Lanes(RuleBasedStateMachine):
             assert lane.due <= self.now
             self.supervisor.begin(lane, LanePhase.RESETTING)
         for index in self.supervisor.deadlines.overdue():
-            late = self.supervisor.lanes[index]
+            late = self.supervisor.remotes[index]
             assert late.is_waited
             assert late.phase in (LanePhase.STEPPING, LanePhase.RESETTING)
             self.lose(index)
@@ -105,20 +105,20 @@ class Lanes(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         self.supervisor.is_draining = True
-        for lane in self.supervisor.lanes:
+        for lane in self.supervisor.remotes:
             if lane.is_waited and lane.phase is not LanePhase.STEPPING:
                 self.supervisor.give_back(lane)
                 self.out[lane.index] += 1
 
     @invariant()
     def every_lane_is_in_flight_or_out_and_never_both(self) -> None:
-        lanes = self.supervisor.lanes
+        lanes = self.supervisor.remotes
         assert self.supervisor.in_flight == sum(lane.is_waited for lane in lanes) >= 0
         assert all(self.out[lane.index] == (not lane.is_waited) for lane in lanes)
 
     @invariant()
     def something_comes_of_every_lane_in_flight(self) -> None:
-        waited = [lane for lane in self.supervisor.lanes if lane.is_waited]
+        waited = [lane for lane in self.supervisor.remotes if lane.is_waited]
         assert all(lane.phase is not LanePhase.ASIDE for lane in waited)
         if waited:
             assert self.supervisor.patience is not None
@@ -128,16 +128,16 @@ class Lanes(RuleBasedStateMachine):
 
     @invariant()
     def the_next_look_is_never_later_than_what_is_due(self) -> None:
-        lost = [lane.due - self.now for lane in self.supervisor.lanes if lane.phase is LanePhase.LOST]
+        lost = [lane.due - self.now for lane in self.supervisor.remotes if lane.phase is LanePhase.LOST]
         if lost and not self.supervisor.is_draining:
             assert self.supervisor.patience is not None
             assert 0.0 <= self.supervisor.patience <= max(0.0, min(lost))
 
     def teardown(self) -> None:
         """Drain the run: each lane that is in flight must come back."""
-        if self.supervisor.lanes:
+        if self.supervisor.remotes:
             self.supervisor.is_draining or self.drain()
-            for lane in self.supervisor.lanes:
+            for lane in self.supervisor.remotes:
                 self.answer(lane.index)
             assert self.supervisor.in_flight == 0
             assert set(self.out.values()) == {1}
@@ -150,19 +150,19 @@ TestLanes = Lanes.TestCase
 
 def supervisor_of(count: int) -> LaneSupervisor:
     supervisor = LaneSupervisor(lambda lane: (0, Activity.STEP))
-    supervisor.lanes += [LaneStatus(index, LanePhase.READY) for index in range(count)]
+    supervisor.remotes += [LaneStatus(index, LanePhase.READY) for index in range(count)]
     return supervisor
 
 
 @pytest.mark.wait_times(first_pause_s=0.0)
 def test_lanes_that_begin_with_another_are_not_due_once_more() -> None:
     supervisor = supervisor_of(3)
-    for lane in supervisor.lanes:
+    for lane in supervisor.remotes:
         supervisor.fail(lane)
     begun = []
     for lane in supervisor.due():
         begun.append(lane.index)
-        for other in supervisor.lanes:  # as where they share a worker process
+        for other in supervisor.remotes:  # as where they share a worker process
             if other.phase is LanePhase.LOST:
                 supervisor.begin(other, LanePhase.MAKING)
     assert begun == [0]
@@ -170,10 +170,10 @@ def test_lanes_that_begin_with_another_are_not_due_once_more() -> None:
 
 def test_the_run_ends_where_every_lane_raised_before_it_made_a_step() -> None:
     supervisor = supervisor_of(3)
-    for lane in supervisor.lanes[:2]:
+    for lane in supervisor.remotes[:2]:
         lane.raised = BROKE
         supervisor.check_first_errors()
-    supervisor.set_aside(supervisor.lanes[2])  # with its host: it has not failed itself
+    supervisor.set_aside(supervisor.remotes[2])  # with its host: it has not failed itself
     with pytest.raises(EnvError, match="had made a step: lane 0: RuntimeError: it broke; lane 1: Run") as raised:
         supervisor.check_first_errors()
     assert raised.value.__notes__ == ["slot 0", "lane 0, in a worker process:\nTraceback …"]
@@ -182,13 +182,13 @@ def test_the_run_ends_where_every_lane_raised_before_it_made_a_step() -> None:
 @pytest.mark.parametrize("what", ["a step", "a loss without an error", "the end of the run"])
 def test_it_goes_on_where_that_may_be_an_accident(what: str) -> None:
     supervisor = supervisor_of(2)
-    for lane in supervisor.lanes:
+    for lane in supervisor.remotes:
         lane.raised = BROKE
     if what == "a step":
-        supervisor.lanes[1].made_step(LENGTH)
+        supervisor.remotes[1].made_step(LENGTH)
     elif what == "a loss without an error":
-        supervisor.lanes[1].raised = None
-        supervisor.fail(supervisor.lanes[1])
+        supervisor.remotes[1].raised = None
+        supervisor.fail(supervisor.remotes[1])
     else:
         supervisor.is_draining = True
     supervisor.check_first_errors()

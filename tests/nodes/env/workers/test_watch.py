@@ -82,7 +82,7 @@ def test_a_call_takes_its_time_on_the_clock_of_waits_and_its_span_is_on_that_of_
     forward: Callable[[float], None],
 ) -> None:
     watched, lane = ProgressWatch(9.0, 9.0, lambda lane: (0, Activity.STEP)), Mock(index=0, is_set_aside=False)
-    source = Mock(supervisor=Mock(deadlines=watched), remotes=[lane], call_times=CallTimes())
+    source = Mock(deadlines=watched, remotes=[lane], call_times=CallTimes())
     source._completed = lambda: [lane]
     source._waits_for = lambda remote, name, began, age_s: [(remote, began, age_s)]
     watched.begin(0)
