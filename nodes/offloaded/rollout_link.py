@@ -187,7 +187,7 @@ class RolloutLink(LaneLink):
         self.forget_progress()
         return lost
 
-    def lose_idle(self, reason: str) -> int:
+    def lose_idle(self) -> int:
         """Nothing is lost with a lane that was lost between two turns."""
         return 0
 

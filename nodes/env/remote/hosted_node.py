@@ -162,7 +162,7 @@ class HostedNode(LanesElsewhere):
 
     def progress(self, lane: int) -> ProgressMark:
         """Nothing is seen of a step or a reset until it is answered."""
-        phase = self.lanes[lane].phase
+        phase = self.remotes[lane].phase
         return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
@@ -202,15 +202,6 @@ class HostedNode(LanesElsewhere):
     def late(self, remote: RemoteLane, reason: str) -> None:
         """Deal with a lane that has not come back in time, for the first time."""
         self._give_up_loudly(remote, reason)
-
-    def lose(self, remote: RemoteLane, reason: str) -> int:
-        """End what is open in a lane that is lost: how many transitions are lost with it."""
-        if remote.phase is not LanePhase.STEPPING:
-            return 0
-        return int(remote.lane.lose(reason, is_under_way=not remote.host.has_drained))
-
-    def has_no_step(self, remote: RemoteLane) -> bool:
-        return remote.phase is not LanePhase.STEPPING or remote.host.lost_at is not None
 
     # Hosts
 

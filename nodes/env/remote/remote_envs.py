@@ -232,12 +232,6 @@ def _tcp_listeners(address: TcpAddress) -> list[socket.socket]:
     # A name may stand for several addresses; with port 0 each would have another one.
     sockets: list[socket.socket] = []
     with closing_on_error(lambda: close_sockets(sockets)):
-        for family, kind, protocol, _, target in found if address.port else found[:1]:
-            sock = socket.socket(family, kind, protocol)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(target)
-            sock.listen(socket.SOMAXCONN)
+        for family, _, _, _, target in found if address.port else found[:1]:
+            sockets.append(socket.create_server(target, family=family, backlog=socket.SOMAXCONN))
     return sockets

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from rollflow.nodes.env.workers.lane_supervisor import LaneStatus
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.stream.net.backoff import Reminder, WaitReminder
 from rollflow.stream.net.dialler import Dialled
@@ -61,6 +61,14 @@ class RemoteLane(LaneStatus):
     first_slot: int
     has_left: bool = False
     is_absent: bool = False
+
+    @property
+    def has_no_step(self) -> bool:
+        return self.phase is not LanePhase.STEPPING or self.host.lost_at is not None
+
+    def lose(self, reason: str) -> int:
+        is_stepping = self.phase is LanePhase.STEPPING
+        return int(self.lane.lose(reason, is_under_way=not self.host.has_drained)) if is_stepping else 0
 
     @property
     def slots(self) -> str:

@@ -124,14 +124,6 @@ class LaneLink(LaneStatus, abc.ABC):
         """Take an error that the worker told of: how many transitions are lost by it, those of `lose` left out."""
         return 0
 
-    def lose(self, reason: str) -> int:
-        """End what is open in a lane that is lost: how many transitions are lost."""
-        return int(self.lane.lose(reason)) if self.phase is LanePhase.STEPPING else 0
-
-    def lose_idle(self, reason: str) -> int:
-        """End what is open in a lane that was lost while it was somewhere else: how many transitions are lost."""
-        return int(self.lane.lose(reason, is_under_way=False))
-
     def release(self) -> None:
         """Release the memory that the worker wrote to."""
 

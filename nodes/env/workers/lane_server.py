@@ -62,16 +62,14 @@ class LaneServer:
 
     def serve_next(self) -> bool:
         """Answer the next frame; False: there are no more, and the environments are closed."""
-        is_served = False
         try:
             self._answer(self._receive())
-            is_served = True
-        except LaneClosed:
-            pass
-        finally:
-            if not is_served:
-                self._close()
-        return is_served
+        except BaseException as end:
+            self._close()
+            if not isinstance(end, LaneClosed):
+                raise
+            return False
+        return True
 
     def mark_work(self, *, is_begun: bool) -> None:
         """Say, where others can see it, that a frame's work begins, or has ended."""

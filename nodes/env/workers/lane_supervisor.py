@@ -96,6 +96,19 @@ class LaneStatus:
         """True if it makes steps, or should: its environments are there, and it is neither late nor lost."""
         return self.phase in (LanePhase.READY, LanePhase.STEPPING)
 
+    @property
+    def has_no_step(self) -> bool:
+        """True where it makes no step that is to be waited for, as the rollout is ending."""
+        return False
+
+    def lose(self, reason: str) -> int:
+        """End what is open in it, as it is lost: how many transitions are lost."""
+        return int(self.lane.lose(reason)) if self.phase is LanePhase.STEPPING else 0
+
+    def lose_idle(self) -> int:
+        """The same where it was lost while it was somewhere else in the ring."""
+        return int(self.lane.lose(self.reason, is_under_way=False))
+
     def note(self, reason: str) -> None:
         """Note the cause of a loss, or why the lane is late."""
         self.reason, self.noted_at = reason, backoff.times.clock()

@@ -40,7 +40,7 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
         times = {name: options.pop(name) for name in ("step_timeout", "reset_timeout") if name in options}
         LaneSupervisor.__init__(self, lambda lane: itself.progress(lane), suffix=self.late_suffix, **times)
         with closing_on_error(self._end):
-            LaneSource.__init__(self, env, **options)
+            super(LaneSupervisor, self).__init__(env, **options)
 
     def hand_over(self, lane: L) -> L | None:
         """Have a lane's environments stepped with the actions that it brings: it comes back by `completed`."""
@@ -172,15 +172,15 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
 
     def lose(self, remote: Any, reason: str) -> int:
         """End what is open in a lane that is lost: how many transitions are lost with it."""
-        return int(remote.lane.lose(reason)) if remote.phase is LanePhase.STEPPING else 0
+        return int(remote.lose(reason))
 
     def lose_idle(self, remote: Any) -> int:
         """The same of a lane that was lost while it was somewhere else."""
-        return int(remote.lane.lose(remote.reason, is_under_way=False))
+        return int(remote.lose_idle())
 
     def has_no_step(self, remote: Any) -> bool:
         """True where a lane makes no step that is to be waited for, as the rollout is ending."""
-        return False
+        return bool(remote.has_no_step)
 
     @abc.abstractmethod
     def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:

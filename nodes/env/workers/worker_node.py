@@ -162,15 +162,6 @@ class WorkerNode(LanesElsewhere):
         told = {lane: reason if lane == link.index else f"lane {link.index} gave {reason}" for lane in lanes}
         yield from self._process_lost(worker, told)
 
-    def lose(self, remote: LaneLink, reason: str) -> int:
-        return remote.lose(reason)
-
-    def lose_idle(self, remote: LaneLink) -> int:
-        return remote.lose_idle(remote.reason)
-
-    def has_no_step(self, remote: LaneLink) -> bool:
-        return remote.has_no_step
-
     def _leave(self, remote: LaneLink) -> Iterator[Any]:
         yield from super()._leave(remote)
         self.check_any_left()
