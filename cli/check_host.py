@@ -2,11 +2,9 @@
 
 import argparse
 import socket
-import ssl
-from collections.abc import Callable
 
 from rollflow.cli import arguments
-from rollflow.nodes.env.remote.host_checks import check_host, encrypted
+from rollflow.nodes.env.remote.host_checks import check_host
 from rollflow.nodes.env.remote.remote_envs import secret_bytes
 from rollflow.stream.wire import UnixAddress, check_secret, parse_address
 
@@ -14,27 +12,21 @@ from rollflow.stream.wire import UnixAddress, check_secret, parse_address
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("address", help="where the host listens: tcp://host:port or unix:/path")
-    arguments.add_protection(parser)
+    arguments.add_secret(parser, "the secret that both sides must know")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for a step or a reset (10)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status, 0 where nothing is wrong."""
-    secret, tls = secret_bytes(arguments.secret_of(args)), arguments.tls_of(args, listens=False)
-    checks = check_host(_opener(args.address, secret, tls), secret=secret, patience_s=args.timeout)
-    return arguments.print_checks((name, fault and f"it {fault}") for name, fault in checks)
-
-
-def _opener(text: str, secret: bytes | None, tls: ssl.SSLContext | None) -> Callable[[], socket.socket]:
-    address = parse_address(text)
+    secret, address = secret_bytes(arguments.secret_of(args)), parse_address(args.address)
     check_secret(address, secret)
 
     def opened() -> socket.socket:
         if isinstance(address, UnixAddress):
-            sock, name = socket.socket(socket.AF_UNIX), None
+            sock = socket.socket(socket.AF_UNIX)
             sock.connect(address.path)
-        else:
-            sock, name = socket.create_connection((address.host, address.port), timeout=10.0), address.host
-        return sock if tls is None else encrypted(sock, tls, name)
+            return sock
+        return socket.create_connection((address.host, address.port), timeout=10.0)
 
-    return opened
+    checks = check_host(opened, secret=secret, patience_s=args.timeout)
+    return arguments.print_checks((name, fault and f"it {fault}") for name, fault in checks)

@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -17,10 +16,8 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
-from rollflow.stream.net.transport import TLS_BEGINS, tls_problem
+from rollflow.stream.net.transport import TLS_BEGINS
 from rollflow.stream.wire.session import form_of
-
-_TLS_S = 10.0  # how long it may take to agree on how to encrypt
 
 Opened = Callable[[], socket.socket]  # a new connection to the host, blocking
 
@@ -198,26 +195,6 @@ def shown(message: wire.Message) -> str:
     return f"{message.kind}{'' if number is None else f' {number}'}{reason}"
 
 
-def encrypted(sock: socket.socket, tls: ssl.SSLContext, name: str | None) -> ssl.SSLSocket:
-    """Connection with TLS, which takes the socket over. Raises ProtocolViolation where both ends can't agree on it.
-
-    name    that is expected in the host's certificate
-    """
-    sock.settimeout(_TLS_S)
-    try:
-        return tls.wrap_socket(sock, server_hostname=name)
-    except TimeoutError:
-        problem = f"sent nothing for {_TLS_S:g} s, expected TLS"
-    except ConnectionError:
-        problem = "closed the connection, expected TLS"
-    except ssl.SSLError as error:
-        problem = f"did not agree on TLS: {tls_problem(error)}"
-        if error.reason == "WRONG_VERSION_NUMBER":
-            problem = "speaks no TLS, expected it to"
-    sock.close()
-    raise ProtocolViolation(problem)
-
-
 def _received(sock: socket.socket, gateway: wire.GatewayConnection, what: str) -> list[Any]:
     data = _data(sock, what)
     if gateway.is_new and data and data[0] in TLS_BEGINS:
@@ -243,8 +220,6 @@ def _data(sock: socket.socket, what: str) -> bytes:
         raise ProtocolViolation(f"sent nothing for {sock.gettimeout():g} s, expected {what}") from None
     except ConnectionError:
         return b""
-    except ssl.SSLError as error:
-        raise ProtocolViolation(f"did not agree on TLS: {tls_problem(error)}") from None
 
 
 def check_host(
