@@ -16,12 +16,15 @@ from rollflow.stream.graph.wakeup import Wakeup
 
 
 class AtWork:
-    """Block in which this thread only waits for background nodes: the time counts as busy for their meters."""
+    """Block in which this thread only waits for background nodes: the time counts as busy for their meters.
+
+    Meters of nodes that count their own work are left out.
+    """
 
     __slots__ = ("_meters",)
 
     def __init__(self, meters: Sequence[NodeMeter]) -> None:
-        self._meters = meters
+        self._meters = [meter for meter in meters if not meter.counts_itself]
 
     def __enter__(self) -> None:
         now = clock()
@@ -54,7 +57,7 @@ class Waiter:
             self._listen(node.fileno(), bool(node.in_flight))
         awaited = [(node, meter) for node, meter in self._nodes if node.in_flight]
         least = least_patience(node for node, _ in awaited)
-        with AtWork(meters_at_work(awaited)):
+        with AtWork([meter for _, meter in awaited]):
             ready = self._poll.poll(None if least is None else least * 1e3)
         if any(fd == self._bell.fileno() for fd, _ in ready):
             self._bell.silence()
@@ -67,11 +70,6 @@ class Waiter:
             self._poll.register(fd, POLLIN)
         else:
             self._poll.unregister(fd)
-
-
-def meters_at_work(awaited: Iterable[tuple[Background, NodeMeter]]) -> list[NodeMeter]:
-    """The meters of nodes that work while a thread waits for them; one without a descriptor waits for items itself."""
-    return [meter for node, meter in awaited if node.fileno() >= 0]
 
 
 def least_patience(nodes: Iterable[Background]) -> float | None:

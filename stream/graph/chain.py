@@ -54,12 +54,16 @@ class Chain:
         self.reopened = False
         self.on_gate: Callable[[], None] = _nothing
         self.graph = graph
+        for name, take_meter in graph.having("take_meter", names):
+            meters[name].counts_itself = True
+            take_meter(meters[name])
         self._meters = meters
         self._raised_on: list[Any] = []  # items whose call raised
         # In the order of the flow: later nodes may then take the outputs of earlier ones in the same `collect`.
         self.background: list[tuple[Background, NodeMeter]] = [
             (node, meters[name]) for name in names if (node := graph.nodes[name].background) is not None
         ]
+        self._going_on = [go_on for _, go_on in graph.having("go_on", names)]
         self.mark = self._mark = [0, -1] if mark is None else mark
         self._mark[1] = -1
         self.thread = 0
@@ -135,6 +139,8 @@ class Chain:
             for output in self._completed(node, meter) if node.in_flight else ():
                 found = True
                 self._call(self._routes[meter.name], output)
+        for go_on in self._going_on:
+            go_on()
         return found
 
     def _completed(self, node: Background, meter: NodeMeter) -> list[Any]:
@@ -148,7 +154,8 @@ class Chain:
         finally:
             mark[1] = -1
         now = clock()
-        _count(meter, mark[0], now)
+        if not meter.counts_itself:
+            _count(meter, mark[0], now)
         mark[0] = now
         return outputs
 
@@ -231,6 +238,7 @@ class Chain:
         spec = self.graph.nodes[name]
         call: Callable[[Any], Any] = spec.node
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
+        busy = NodeMeter(name) if meter.counts_itself else meter
         calls = (
             CallTimes() if spec.background is not None else meter.calls
         )  # to hand an item over is no call of its own
@@ -247,11 +255,11 @@ class Chain:
             now = clock()
             took = now - mark[0]
             meter.items += 1
-            meter.busy_ns += took
+            busy.busy_ns += took
             recent(took)
             if took > calls.longest:
                 calls.longest = took
-            trace = meter.trace
+            trace = busy.trace
             if trace is not None:
                 trace.busy(mark[0], now)
             mark[0] = now

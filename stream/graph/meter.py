@@ -74,6 +74,7 @@ class NodeMeter:
         blocked_ns    time in which an outlet of the node waited for room, or the node for somebody outside of the graph
         calls         how long each call took, or each span of an asynchronous node's own work
         trace         records the same times as spans; None: nothing is traced
+        counts_itself whether the node counts all of its work itself
         works_since   time at which background work began that the thread waits for, in ns; None: there is none
         tasks         that have to wait for the node to be idle, of the caller those that read outputs
 
@@ -89,6 +90,7 @@ class NodeMeter:
     blocked_ns: int = 0
     calls: CallTimes = field(default_factory=CallTimes)
     trace: NodeTrace | None = None
+    counts_itself: bool = False
     works_since: int | None = None
     tasks: int = 1
     _is_alive: bool = False

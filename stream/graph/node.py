@@ -17,7 +17,7 @@ from rollflow.stream.data.errors import GraphError
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
-    from rollflow.stream.graph.meter import CallTimes
+    from rollflow.stream.graph.meter import CallTimes, NodeMeter
     from rollflow.stream.graph.report import Report
     from rollflow.stream.observe.trace import FragmentTrace
     from rollflow.stream.observe.waits import Sign, Wait
@@ -102,6 +102,12 @@ class Background(Protocol):
     def completed(self) -> Iterable[Any]:
         """The outputs since the last call, without waiting for more. Raises the error of a failed item."""
         ...
+
+    def take_meter(self, meter: "NodeMeter", /) -> None:
+        """Count all work by this meter, from `begin_work` to `end_work`: else calls, and waits for the node, count."""
+
+    def go_on(self) -> None:
+        """Begin further work: what `completed` gave has been carried on."""
 
     def hasten(self) -> None:
         """Return unfinished work as it is: no more items will be asked for."""

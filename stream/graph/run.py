@@ -21,7 +21,7 @@ import anyio.to_thread
 
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import Losses
-from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience, meters_at_work
+from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
 from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
 from rollflow.stream.graph.counters import RunCounters
@@ -274,7 +274,7 @@ class Run:
             return
         watch.begin()
         awaited = [(node, meter) for node, meter in chain.background if node.in_flight]
-        with AtWork(meters_at_work(awaited)), anyio.move_on_after(least_patience(node for node, _ in awaited)):
+        with AtWork([meter for _, meter in awaited]), anyio.move_on_after(least_patience(node for node, _ in awaited)):
             await wake.wait()
 
     async def _deliver_all(self, chain: Chain) -> None:

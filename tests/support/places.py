@@ -6,13 +6,14 @@ from typing import Any
 
 from remote_hosts import hosting, listening
 
-from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import Forward, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 
 PLACES: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
+    "forward in a thread": {"where": "threads", "forward": Forward(in_thread=True)},
     "processes": {"where": "processes", "workers": 1},
     "rollouts": {"where": "rollouts", "workers": 1},
 }

@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 2},
     "gathering": {"lanes": 3, "forward": Forward(max_batch=12)},
+    "forward in a thread": {"lanes": 2, "forward": Forward(in_thread=True)},
 }
 FAILING = {
     "env": r"(environment 1, env step|lane 0, vector step)",
@@ -100,8 +101,8 @@ def test_after_a_loop_nothing_is_left_and_every_environment_is_closed(way: str, 
     [
         ("asyncio", "inline", False),
         ("trio", "inline", True),
-        ("trio", "gathering", False),
-        ("asyncio", "gathering", True),
+        ("trio", "forward in a thread", False),
+        ("asyncio", "forward in a thread", True),
     ],
 )
 @pytest.mark.parametrize("reading", ["loop", "graph"])

@@ -118,6 +118,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "threads": {"where": "threads", "lanes": 3},
     "one pass for all": {"where": "threads", "lanes": 3, "forward": ONE_PASS},
     "ahead": {"prefetch": 2},
+    "forward in a thread": {"where": "threads", "lanes": 3, "forward": Forward(in_thread=True)},
 }
 IN_READER = ("learner", "hook")  # points in the reader's thread, wherever the rest is
 
@@ -201,7 +202,7 @@ def test_it_ends_the_run_at_once_and_counts_what_is_lost(
     point: str, way: str, kind: str, press_in_reader: Raise
 ) -> None:
     is_elsewhere = point not in IN_READER and (
-        way == "ahead" or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
+        way in ("ahead", "forward in a thread") or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
     )
     gathering = threading.Event()
     interrupts = Interrupts(PRESS, 21 if point in POINTS[:5] else 3)
@@ -302,7 +303,9 @@ def test_all_is_closed_though_ctrl_c_comes_meanwhile(prefetch: int, is_interrupt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["threads", "ahead", "processes", "rollouts", "hosts", "hosted rollouts"])
+@pytest.mark.parametrize(
+    "place", ["threads", "ahead", "forward in a thread", "processes", "rollouts", "hosts", "hosted rollouts"]
+)
 @pytest.mark.wait_times(close_s=0.1)  # of a long fragment
 def test_it_ends_a_wait(place: str, press_in_reader: Raise) -> None:
     acts: Any = {"module": NumberedModule()}
@@ -372,7 +375,7 @@ def test_in_an_evaluation_it_closes_the_environments() -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("form", ["async for", "graph"])
-@pytest.mark.parametrize("way", ["inline", "threads"])
+@pytest.mark.parametrize("way", ["inline", "threads", "forward in a thread"])
 @pytest.mark.parametrize("point", ["before the step", "forward", "learner"])
 def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, backend: str) -> None:
     is_elsewhere = point != "learner" and (form == "async for" or way != "inline")
@@ -407,7 +410,7 @@ def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, b
         next(rollout.fragments())
 
 
-@pytest.mark.parametrize("way", ["inline", "ahead"])
+@pytest.mark.parametrize("way", ["inline", "ahead", "forward in a thread"])
 def test_after_an_error_it_says_that_it_can_not_go_on(way: str) -> None:
     def fail() -> None:
         raise ZeroDivisionError("no more")

@@ -29,6 +29,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.run import Run
 
+WAYS = {name: options for name, options in PLACES.items() if name != "forward in a thread"}
 JOINT: dict[str, Any] = {"joint": {"lanes": 2, "forward": Forward(max_batch=4)}}
 
 
@@ -156,7 +157,7 @@ def check_freed(memory: Memory, make: Callable[[], Any], use: Callable[[Any], ob
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("way", PLACES | JOINT)
+@pytest.mark.parametrize("way", WAYS | JOINT)
 def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(memory: Memory, way: str, ending: str) -> None:
     if way == "ahead" and ending == "left in an event loop":
         pytest.skip("an async loop runs in no thread of its own")
@@ -165,17 +166,17 @@ def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(memory: Me
         ENDINGS[ending](rollout)
         assert rollout.report().nodes
 
-    check_freed(memory, partial(rollout_of, **(PLACES | JOINT)[way]), use)
+    check_freed(memory, partial(rollout_of, **(WAYS | JOINT)[way]), use)
 
 
-@pytest.mark.parametrize("way", PLACES)
+@pytest.mark.parametrize("way", WAYS)
 def test_memory_of_several_agents_is_free(memory: Memory, way: str) -> None:
-    check_freed(memory, partial(agents_of, **PLACES[way]), read_all)
+    check_freed(memory, partial(agents_of, **WAYS[way]), read_all)
 
 
 @pytest.mark.parametrize("way", ["inline", "ahead", "threads", "joint"])
 def test_memory_is_free_once_the_error_of_an_environment_is_gone(memory: Memory, way: str) -> None:
-    make = partial(rollout_of, fails_at=12, **(PLACES | JOINT)[way])
+    make = partial(rollout_of, fails_at=12, **(WAYS | JOINT)[way])
     check_freed(memory, make, fail_with("the simulator fails"))
 
 
@@ -246,7 +247,7 @@ def test_memory_is_free_after_a_graph(memory: Memory, ending: str, place: str, b
         anyio.run(main, backend=backend)
         assert runs[0].report().nodes
 
-    check_freed(memory, partial(rollout_of, **PLACES[place]), run)
+    check_freed(memory, partial(rollout_of, **WAYS[place]), run)
 
 
 def test_a_replay_keeps_no_fragment_and_no_rollout(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

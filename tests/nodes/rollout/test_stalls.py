@@ -35,6 +35,7 @@ ENVS = {
     "inline": r"env \(lane 0\)",
     "ahead": r"env \(lane 0\)",
     "threads": r"env \(lane 0, in its thread\)",
+    "forward in a thread": r"env \(lane 0, in its thread\)",
     "processes": f"env {WORKER}",
     "rollouts": f"rollouts {WORKER}",
     "hosts": f"env {HOST}",
@@ -69,7 +70,9 @@ FAULTS = {
     "later reset": Fault(Held.reset, RESET, held={"lengths": (3, 3), "resets": [2]}, places=[*HERE, "processes"]),
     "step of agents": Fault(HeldAgents.step, STEP, places=[*HERE, "processes", "rollouts"]),
     "reset of agents": Fault(HeldAgents.reset, RESET),
-    "module": Fault(HeldModule._forward, "is in a forward pass", "module", places=[*HERE, "rollouts"]),
+    "module": Fault(
+        HeldModule._forward, "is in a forward pass", "module", places=[*HERE, "forward in a thread", "rollouts"]
+    ),
     "env_to_module": Fault(HeldPiece.__call__, "is in its call", "env_to_module", places=[*HERE, "rollouts"]),
     "module_to_env": Fault(HeldPiece.__call__, "is in its call", "module_to_env"),
     "learner": Fault(HeldPiece.__call__, "makes a batch", "learner_pipeline", places=["inline"]),
@@ -291,7 +294,7 @@ def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp
     assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]
 
 
-SLOW_PLACES = ["ahead", "threads", "processes", "rollouts"]
+SLOW_PLACES = ["ahead", "threads", "forward in a thread", "processes", "rollouts"]
 
 
 @pytest.mark.parametrize("place", ["inline", *(pytest.param(place, marks=pytest.mark.slow) for place in SLOW_PLACES)])
