@@ -426,7 +426,7 @@ def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: in
         setattr(fragment, name, entries[name])
     if (fragment.waits & (stops >= first + fragment.layout.num_rows)).any():
         raise wrong("an agent that has made all steps waits for an observation, expected none")
-    fragment.restore_stops(stops)
+    fragment.seal_at(stops)
     is_there = np.arange(first + 1, stop + 1)[:, None] < stops + (fragment.acts | fragment.waits)
     if (is_there & (np.diff(fragment.clock[first:], axis=0) < 0)).any():
         raise wrong("clock goes back, expected vector steps in their order")

@@ -401,5 +401,5 @@ def _part(
         mark_end(part.custom_data, key, is_cut=bool(steps.is_cut[episode]), lost=lost)
     stops = np.full(slots, lookback)
     stops[made.slot] = made.stop  # of the last in each slot
-    part.restore_stops(stops)
+    part.seal_at(stops)
     return part

@@ -155,11 +155,8 @@ class LaneColumns:
         return {name: columns[name] for name in old}
 
     def _empty(self, name: str, row: Tree, rows: int) -> Column:
-        """A new column with zeros as its lookback, which is never written in the first fragment."""
-        column = Column.empty(name, row, rows)
-        for leaf in leaves_of(column.tree):
-            leaf[: self._layout.lookback] = 0
-        return column
+        """A new column with zeros; the lookback is never written in the first fragment."""
+        return Column(name, map_tree(lambda leaf: np.zeros((rows, *leaf.shape), leaf.dtype), row))
 
 
 def outputs_error(whose: str, expected: Iterable[str], outputs: Mapping[str, Tree]) -> ColumnError:

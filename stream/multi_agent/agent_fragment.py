@@ -12,10 +12,10 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
+from rollflow.stream.data.tree import Tree, kind_of, map_tree
 from rollflow.stream.episodes.agent_step import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, Fragment
+from rollflow.stream.fragments.fragment import ChunkIndex, Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
@@ -237,23 +237,7 @@ class AgentFragment(Fragment):
         return PendingAction(map_tree(lambda leaf: leaf[row, slot], self.columns[Columns.ACTIONS].tree), values)
 
     def seal_at(self, stops: NDArray[np.int64]) -> None:
-        """End every slot at the row in `stops`, i64[S], and make all arrays read-only."""
-        first, rows = self.first_row, np.arange(self.first_row, int(stops.max()) + 1)[:, None]
-        for name, column in self.columns.items():
-            # What nobody has written is no bool.
-            for leaf in (each for each in leaves_of(column.tree) if each.dtype == np.bool_):
-                if name == Columns.OBS:
-                    beyond = rows > stops
-                elif name in RECORDED and name != Columns.ACTIONS:
-                    beyond = rows >= stops
-                else:
-                    beyond = rows >= stops + self.waits
-                there = leaf[first : first + len(rows)]
-                there[beyond[: len(there)]] = False
-        self.restore_stops(stops)
-
-    def restore_stops(self, stops: NDArray[np.int64]) -> None:
-        """Take over the rows of every slot, i64[S], from a fragment that was sealed by `seal_at`."""
+        """End every slot at the row in `stops`, i64[S], and make all arrays read-only. No flag is set in later rows."""
         self._stops = stops
         self.seal(int(stops.max()) - self.first_row)
         self.clock.flags.writeable = self.module_of.flags.writeable = False

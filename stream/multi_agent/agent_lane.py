@@ -33,44 +33,6 @@ from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 Slots = NDArray[np.int64]
 
 
-def mark_lost(
-    fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64], starts: NDArray[np.int64], reason: str
-) -> Slots:
-    """End episodes of lost environments in the current fragment, each with the newest observation of its agent.
-
-        slots     i64[K]  slots of the episodes
-        rows      i64[K]  rows of their newest observations
-        starts    i64[K]  rows of their first observations
-
-    Episodes with a step in the fragment are marked as truncated. Returns their slots, i64[C].
-    """
-    columns = fragment.columns
-    has_step = np.maximum(starts, fragment.first_row) < rows
-    cut, ends = slots[has_step], rows[has_step] - 1
-    columns[Columns.TRUNCATEDS].tree[ends, cut] = True
-    seen = fragment.clock[ends + 1, cut].tolist()
-    fragment.ends.update(zip(zip(ends.tolist(), cut.tolist(), strict=True), seen, strict=True))
-    # The first observations and infos of the next episodes will overwrite these.
-    infos = _remove_infos(fragment, slots, rows)
-    for row in np.unique(ends).tolist():
-        of_row = cut[ends == row]
-        last = columns[Columns.OBS].items(row + 1, of_row)
-        fragment.finals.append(Final(row, of_row, last, infos))
-    for row in np.unique(rows).tolist():
-        fragment.losses.append(Loss(row, slots[rows == row], cut[ends == row - 1], reason))
-    return cut
-
-
-def _remove_infos(fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64]) -> SlotInfos:
-    """Remove the infos of the newest observations from the fragment, and return them."""
-    taken = SlotInfos(count=fragment.layout.num_slots)
-    for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-        there = fragment.infos[row]
-        if isinstance(there, SlotInfos) and slot in there.of_slots:
-            taken.of_slots[slot] = there.of_slots.pop(slot)
-    return taken
-
-
 class AgentLane(SlotLane):
     """The agent slots of one part.
 
@@ -171,14 +133,36 @@ class AgentLane(SlotLane):
         Returns the number of agent steps under way. New episodes begin by `begin`.
         """
         under_way = self.waits if is_under_way else self.waits & ~self._fresh
-        lost, slots = int(np.count_nonzero(under_way)), np.flatnonzero(self.lives)
-        for slot in mark_lost(self.fragment, slots, self.at[slots], self.episode_start[slots], reason).tolist():
+        count, slots = int(np.count_nonzero(under_way)), np.flatnonzero(self.lives)
+        rows, fragment = self.at[slots], self.fragment
+        has_step = np.maximum(self.episode_start[slots], fragment.first_row) < rows
+        cut, ends = slots[has_step], rows[has_step] - 1
+        fragment.columns[Columns.TRUNCATEDS].tree[ends, cut] = True
+        seen = fragment.clock[ends + 1, cut].tolist()
+        fragment.ends.update(zip(zip(ends.tolist(), cut.tolist(), strict=True), seen, strict=True))
+        # The first observations and infos of the next episodes will overwrite these.
+        infos = self._remove_infos(slots, rows)
+        for row in np.unique(ends).tolist():
+            of_row = cut[ends == row]
+            fragment.finals.append(Final(row, of_row, self._column.items(row + 1, of_row), infos))
+        for row in np.unique(rows).tolist():
+            fragment.losses.append(Loss(row, slots[rows == row], cut[ends == row - 1], reason))
+        for slot in cut.tolist():
             self.custom_data.setdefault((slot, int(self.episode_number[slot])), {})["lost"] = reason
         self.episode_number[slots] += 1
         for of_slots in (self.lives, self.waits, self._fresh, self.received):
             of_slots[:] = 0
         self.acting, self._edited = self.everyone[:0], None
-        return lost
+        return count
+
+    def _remove_infos(self, slots: Slots, rows: Slots) -> SlotInfos:
+        """Remove the infos of the newest observations, in these rows, from the fragment, and return them."""
+        removed = SlotInfos(count=self.layout.num_slots)
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            there = self.fragment.infos[row]
+            if isinstance(there, SlotInfos) and slot in there.of_slots:
+                removed.of_slots[slot] = there.of_slots.pop(slot)
+        return removed
 
     def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
         """Keep the infos of the step, or of first observations after it: slot -> info. Call it before `commit_ended`.
@@ -320,6 +304,9 @@ class AgentLane(SlotLane):
         rows = self.at + np.arange(-lookback, 1)[:, None]
         for name, column in new.columns.items():
             _copy(column.tree, old.columns[name].tree, rows, self.everyone)
+            begin = lookback + (name not in (Columns.TERMINATEDS, Columns.TRUNCATEDS))
+            for leaf in (each for each in leaves_of(column.tree) if each.dtype == np.bool_):
+                leaf[begin:] = False  # what nobody writes is no end, nor a bool
         _copy(new.clock, old.clock, rows, self.everyone)
         new.module_of[:] = self.module
         self.episode_start -= self.at - lookback
@@ -526,8 +513,6 @@ class AgentLane(SlotLane):
         column = column_name(columns, name, kind_of(row))
         if column not in columns:
             columns[column] = self.columns.extra(column, row)
-            for leaf in leaves_of(columns[column].tree):
-                leaf[:] = 0
         if column != name:
             self._renamed.add(column)
         return column

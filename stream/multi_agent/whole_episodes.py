@@ -166,7 +166,7 @@ def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEpisode
         if part == number
         for vector_step, reward in received
     )
-    whole.restore_stops(stops)
+    whole.seal_at(stops)
     return whole
 
 
