@@ -40,7 +40,7 @@ class AgentLane(SlotLane):
 
     at                   i64[S] row of each slot's newest observation
     module               i16[S] place of the module that serves each slot, or served it last
-    module_ids           ids of the lane's modules, by place
+    modules              the lane's modules, by place: see `MultiAgentLane`
     first_env            number of the lane's first environment
     acting               i64[K] ascending: slots whose newest observation needs an action
     lives                bool[S] whether the slot has an episode
@@ -51,14 +51,20 @@ class AgentLane(SlotLane):
 
     fragment: AgentFragment
 
-    def __init__(self, index: int, layout: FragmentLayout, part: AgentPart, clock: EnvClock) -> None:
+    def __init__(
+        self,
+        index: int,
+        layout: FragmentLayout,
+        part: AgentPart,
+        clock: EnvClock,
+        modules: Sequence[Any],
+        first_env: int,
+    ) -> None:
         super().__init__(index, layout, part.observation_space, LaneColumns(layout, None))
-        self.part = part
+        self.part, self.modules, self.first_env = part, modules, first_env
         slots = layout.num_slots
         self.at: Slots = np.full(slots, layout.lookback)
         self.module = np.zeros(slots, np.int16)
-        self.module_ids: Sequence[Any] = ()
-        self.first_env = 0
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
@@ -67,25 +73,24 @@ class AgentLane(SlotLane):
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
         self.shown: LaneEpisodes | None = None
-        self._is_assigned = np.zeros(slots, np.bool_)
         self.waits = np.zeros(slots, np.bool_)
         self.received = np.zeros(slots, np.float32)
         self._begun_at = np.full(slots, -1)  # vector step of the first observation of the slot's newest episode
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
         self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
-        self._begun: list[Slots] = []
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
 
     # Recording
 
-    def begin(self, observed: Observed, vector_step: int) -> None:
-        """Write the first observations of episodes."""
+    def begin(self, observed: Observed, vector_step: int) -> Slots:
+        """Write the first observations of episodes; return their slots, i64[K]."""
         slots, observations = observed
         slots = self.everyone if slots is None else slots
         self._begin(slots, vector_step)
         self._take(slots, observations, vector_step)
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
+        return slots
 
     def record_actions(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
         """Write a module's outputs for K slots: `actions` and every extra output, trees of arrays `any[K, ...]`.
@@ -107,22 +112,26 @@ class AgentLane(SlotLane):
         except KeyError:
             is_whole = False
         if not is_whole:
-            whose = f"lane {self.index}: the outputs of module '{self.module_ids[module]}'"
+            whose = f"lane {self.index}: the outputs of module '{self.module_id(module)}'"
             raise outputs_error(whose, names, outputs)
         versions, rows = columns[Columns.POLICY_VERSION].tree, self.rows_of(slots)
         versions[rows, slots] = version
         self.waits[slots] = True
 
-    def record_step(self, step: PartStep, vector_step: int) -> None:
-        """Write the results of a vector step for the part; `vector_step` is its number, counted from 1."""
+    def record_step(self, step: PartStep, vector_step: int) -> Slots:
+        """Write the results of a vector step for the part; return the slots, i64[K], of agents that begin with it.
+
+        vector_step    its number, counted from 1
+        """
         self._fresh[:] = False
-        self._edited = None
+        self._edited, begun = None, self.everyone[:0]
         done = np.logical_or(step.terminateds, step.truncateds)
         if step.observed.slots is None and self._row is not None and self.waits.all():
             self._record_all(step, done, vector_step)
         else:
-            self._record_some(step, done, vector_step)
+            begun = self._record_some(step, done, vector_step)
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
+        return begun
 
     def lose(self, reason: str, *, is_under_way: bool) -> int:
         """End every episode with its newest observation: the environments were lost.
@@ -175,20 +184,20 @@ class AgentLane(SlotLane):
             elif self._fresh[slot]:
                 self._infos_in(self.fragment, int(self.at[slot])).of_slots[slot] = copied(dict(info))
 
-    def take_begun(self) -> Slots:
-        """The slots, i64[K], whose episodes have begun since the last call."""
-        begun, self._begun = self._begun, []
-        return np.concatenate(begun) if begun else self.everyone[:0]
-
     def assign(self, slots: Slots, modules: Slots) -> None:
         """Set the modules, i16[K], that serve slots, i64[K]."""
-        changed = (self.module[slots] != modules) | ~self._is_assigned[slots]
+        changed = self.module[slots] != modules
         if changed.any():
             slots, modules, self._groups = slots[changed], modules[changed], None
-            self.module[slots], self._is_assigned[slots] = modules, True
+            self.module[slots] = modules
             for row in np.unique(self.at[slots]).tolist():
                 here = self.at[slots] == row
                 self.fragment.module_of[row:, slots[here]] = modules[here]
+
+    def module_id(self, place: int) -> Any:
+        """The id of the module at a place; None: there is none."""
+        module = self.modules[place] if place < len(self.modules) else None
+        return None if module is None else module.module_id
 
     def serving(self) -> set[int]:
         """Places of the modules that serve slots with an ongoing episode."""
@@ -243,7 +252,7 @@ class AgentLane(SlotLane):
         made, module = super().live(slot), self._module_shown(slot)
         made.slot, place = divmod(slot, len(self.part.agents))
         made.agent_id = self.part.agents[place]
-        made.module_id = self.module_ids[module] if module < len(self.module_ids) else None
+        made.module_id = self.module_id(module)
         return made
 
     def show(self, slots: Slots) -> LaneEpisodes:
@@ -313,7 +322,7 @@ class AgentLane(SlotLane):
         new.episode_start[:] = self.episode_start
         self._copy_infos(old, new)
         old.serves = self.module.copy()
-        old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
+        old.module_ids, old.outputs = tuple(map(self.module_id, range(len(self.modules)))), self._outputs_by_id()
         self._hand_on(new, self.at)
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
@@ -379,8 +388,8 @@ class AgentLane(SlotLane):
         self._end(ended, ended, map_tree(lambda leaf: leaf[ended], observations), vector_step)
         self._take(going, map_tree(lambda leaf: leaf[going], observations), vector_step)
 
-    def _record_some(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
-        """Write a step of some slots: those that acted and have an observation or ended; new agents begin."""
+    def _record_some(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> Slots:
+        """Write a step of some slots: those that acted and have an observation or ended; return those that begin."""
         slots, observations = step.observed
         slots = self.everyone if slots is None else slots
         place = np.full(self.layout.num_slots, -1)  # index of each slot in `slots`; -1: it has no observation
@@ -404,6 +413,7 @@ class AgentLane(SlotLane):
         if len(new):
             self._begin(new, vector_step)
         self._take(going, observations, vector_step)
+        return new
 
     def _close(self, slots: Slots, step: PartStep) -> None:
         """Write the rewards and flags of the slots' steps, into the rows where they stand."""
@@ -444,7 +454,6 @@ class AgentLane(SlotLane):
         self.episode_start[slots] = self.at[slots]
         new = slots[self.at[slots] == self.layout.lookback]  # slots without an episode in the fragment so far
         self.fragment.episode_start[new] = self.layout.lookback
-        self._begun.append(slots)
 
     def _take(self, slots: Slots, observations: Tree, vector_step: int) -> None:
         if not len(slots):
@@ -489,7 +498,7 @@ class AgentLane(SlotLane):
 
     def _named(self, slot: int) -> str:
         env, agent = divmod(slot, len(self.part.agents))
-        module_id = self.module_ids[self.module[slot]]
+        module_id = self.module_id(self.module[slot])
         return f"environment {self.first_env + env}, agent {self.part.agents[agent]!r} of module '{module_id}'"
 
     def _retype(self, space: Any) -> None:
@@ -521,8 +530,8 @@ class AgentLane(SlotLane):
         """Module id -> name -> column, of the extra outputs that all modules with this id have alike."""
         by_id: dict[Any, dict[str, str]] = {}
         for module, names in self._outputs.items():
-            before = by_id.get(self.module_ids[module], names)
-            by_id[self.module_ids[module]] = {
+            before = by_id.get(self.module_id(module), names)
+            by_id[self.module_id(module)] = {
                 name: column for name, column in before.items() if names.get(name) == column
             }
         return by_id

@@ -34,7 +34,6 @@ class MultiAgentLane:
     modules         modules that serve or have served agents, by place: each with a `module_id`, and with `is_removed`,
                     True if it gets no new agents. A module added later under an id is another one. None: a free place.
                     The place of a removed one becomes free at a cut, when none of its agents' episodes goes on
-    module_ids      ids of the modules, by place
     vector_steps    vector steps since the first reset
     first_step      vector steps that the run had made when this lane began
     turns           of the modules that have agents to act for, between the stages
@@ -57,7 +56,6 @@ class MultiAgentLane:
         self.index, self.num_envs, self.num_rows = index, num_envs, num_rows
         self.lookback = lookback
         self.modules: list[Any] = []
-        self.module_ids: list[Any] = []
         self.vector_steps = self.first_step = 0
         self.turns: list[Any] = []
         self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
@@ -91,8 +89,7 @@ class MultiAgentLane:
         self.vector_steps += 1
         self.just_ended = step.ended
         for lane, part in zip(self.parts, step.parts, strict=True):
-            lane.record_step(part, self.vector_steps)
-            self._assign(lane)
+            self._assign(lane, lane.record_step(part, self.vector_steps))
         if len(step.infos):
             self._record_infos(step.infos, range(self.num_envs))
         if len(step.ended):
@@ -181,7 +178,7 @@ class MultiAgentLane:
         """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
         for lane in self.parts:
             lane.release()
-        by_module = (self.modules, self.module_ids, self._places, self._part_of, self._shared_data)
+        by_module = (self.modules, self._places, self._part_of, self._shared_data)
         for each in (*by_module, self.turns):
             each.clear()
 
@@ -196,20 +193,16 @@ class MultiAgentLane:
             resets_next_step=False,
             episode_id=self.episode_ids.of_agents(index),
         )
-        lane = AgentLane(self.index, layout, part, self.clock)
-        lane.module_ids, lane.first_env = self.module_ids, self._first_env
-        return lane
+        return AgentLane(self.index, layout, part, self.clock, self.modules, self._first_env)
 
     def _begin(self, observed: Sequence[Observed], infos: Sequence[Infos], envs: Sequence[int]) -> None:
         for lane, first in zip(self.parts, observed, strict=True):
-            lane.begin(first, self.vector_steps)
-            self._assign(lane)
+            self._assign(lane, lane.begin(first, self.vector_steps))
         if len(infos):
             self._record_infos(infos, envs, are_first=True)
 
-    def _assign(self, lane: AgentLane) -> None:
-        """Ask the mapping for the modules of the agents that have begun, and assign them."""
-        slots = lane.take_begun()
+    def _assign(self, lane: AgentLane, slots: NDArray[np.int64]) -> None:
+        """Ask the mapping for the modules of the agents that begin, and assign them."""
         if not len(slots):
             return
         envs, agents = np.divmod(slots, len(lane.part.agents))
@@ -249,9 +242,8 @@ class MultiAgentLane:
             return place
         if None not in self.modules:
             self.modules.append(None)
-            self.module_ids.append(None)
         place = self._places[module] = self.modules.index(None)
-        self.modules[place], self.module_ids[place] = module, module.module_id
+        self.modules[place] = module
         return place
 
     def _drop_removed(self) -> None:
@@ -261,14 +253,13 @@ class MultiAgentLane:
             return
         serving = set().union(*(lane.serving() for lane in self.parts))
         for place in set(removed) - serving:
-            module_id = self.module_ids[place]
-            del self._places[self.modules[place]]
-            self.modules[place] = self.module_ids[place] = None
+            module, self.modules[place] = self.modules[place], None
+            del self._places[module]
             self._shared_data.pop(place, None)
             for lane in self.parts:
                 lane.forget(place)
-            if module_id not in self.module_ids:
-                del self._part_of[module_id]
+            if all(each is None or each.module_id != module.module_id for each in self.modules):
+                del self._part_of[module.module_id]
 
     def _record_infos(self, infos: Sequence[Infos], envs: Sequence[int], *, are_first: bool = False) -> None:
         of_parts: list[dict[int, Mapping[str, Any]]] = [{} for _ in self.parts]
