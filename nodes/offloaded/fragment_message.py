@@ -28,8 +28,8 @@ from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, WireError, shown
-from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
-from rollflow.stream.fragments.fragment import EpisodeIds, Final, Fragment, FragmentLayout, Loss, Start
+from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree, stack_trees
+from rollflow.stream.fragments.fragment import EpisodeIds, Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -206,18 +206,11 @@ def _joined(finals: list[Final]) -> Plain:
 
 
 def _starts_of(fragment: Fragment) -> list[list[Any]]:
-    """Rows, slots and states of a fragment's starts, those of one kind together: there may be hundreds."""
-    groups: dict[str, list[Start]] = {}
-    for start in fragment.starts:
-        groups.setdefault(str(kind_of(start.states)), []).append(start)
-    return [
-        [
-            np.concatenate([each.rows for each in group]),
-            np.concatenate([each.slots for each in group]),
-            concatenate_trees([each.states for each in group]),
-        ]
-        for group in groups.values()
-    ]
+    """Places and states of a fragment's starts, those of one kind together: there may be hundreds."""
+    groups: dict[str, dict[tuple[int, int], Tree]] = {}
+    for key, state in fragment.starts.items():
+        groups.setdefault(str(map_tree(lambda leaf: (leaf.dtype, leaf.shape), state)), {})[key] = state
+    return [[*np.array(list(group), np.int64).T.copy(), stack_trees(list(group.values()))] for group in groups.values()]
 
 
 # What has come
@@ -347,7 +340,8 @@ def _complete(fragment: Fragment, fields: Mapping[str, Any]) -> None:
     """Give a fragment what `described` said of its ends, losses, infos and custom data."""
     if fields.get("finals") is not None:
         fragment.finals = _finals_of(fields["finals"])
-    fragment.starts = [Start(*start) for start in fields.get("starts", ())]
+    for start in fields.get("starts", ()):
+        fragment.record_starts(*start)
     fragment.losses = [Loss(*loss) for loss in fields.get("losses", ())]
     if fields.get("infos") is not None:
         fragment.infos[: len(fields["infos"])] = fields["infos"]

@@ -22,7 +22,7 @@ from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisod
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, FragmentLayout, Start
+from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, FragmentLayout
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -390,7 +390,7 @@ def _part(
     if steps.steps.initial is not None:
         begins = np.flatnonzero(made.before == 0)
         states = map_tree(lambda leaf: leaf[which[begins]], steps.steps.initial)
-        part.starts = [Start(made.start[begins], made.slot[begins], states)]
+        part.record_starts(made.start[begins], made.slot[begins], states)
     keys = list(ids)
     part.waits, part.acts = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
     part.waits[made.slot[made.waits]] = part.acts[made.slot[made.acts]] = True

@@ -12,7 +12,7 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree, tree_at
-from rollflow.stream.fragments.fragment import ChunkIndex, Fragment, FragmentLayout, Start
+from rollflow.stream.fragments.fragment import ChunkIndex, Fragment, FragmentLayout
 
 
 class StoredColumns(Mapping[str, Column]):
@@ -107,7 +107,7 @@ class StoredFragment(Fragment):
             begins = np.flatnonzero(self.chunks.t_started == 0)
             rows = self.chunks.start[begins]
             states = map_tree(lambda leaf: leaf[at][begins], block.steps.initial)
-            self.starts = [Start(rows, np.zeros_like(rows), states)]
+            self.record_starts(rows, np.zeros_like(rows), states)
         for place, episode in zip(self._ended.tolist(), episodes[is_end].tolist(), strict=True):
             is_cut = bool(block.is_cut[at.start + place])
             mark_end(self.custom_data, (0, place), is_cut=is_cut, lost=store.lost.get(episode))

@@ -12,7 +12,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment, FragmentLayout, Start
+from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment, FragmentLayout
 
 F = TypeVar("F")
 _NO_REASON = "its environment was lost"
@@ -201,7 +201,7 @@ class AgentSteps:
         *infos, last_info = [copied(info_of(each, slot)) if each else {} for each in rows]
         self.parts.append(_Part(columns, infos, map_tree(kept, observation), last_info, fragment.times_of(chunk.place)))
         if not chunks.t_started[chunk.place]:
-            self.initial_state = fragment.initial_state(start, slot)
+            self.initial_state = fragment.starts.get((start, slot))
         self.num_steps += stop - start
         self.custom_data |= fragment.custom_data.get((slot, int(chunks.number[chunk.place])), {})
 
@@ -215,12 +215,6 @@ class AgentSteps:
     def rows(self, name: str) -> Tree:
         """All rows of a column: a tree of arrays `any[num_steps, ...]`."""
         return concatenate_trees([part.columns[name] for part in self.parts])
-
-    def start(self, row: int, slot: int) -> Iterator[Start]:
-        """The state before the episode's first step, if it is known, for a fragment that has this in a row."""
-        if self.initial_state is not None:
-            state = map_tree(lambda leaf: np.array(leaf)[None], self.initial_state)
-            yield Start(np.array([row]), np.array([slot]), state)
 
 
 class WholeEpisodes(Fragment):
@@ -242,7 +236,8 @@ class WholeEpisodes(Fragment):
             end = episode.parts[-1]
             last_obs = map_tree(lambda leaf: np.asarray(leaf)[None], end.last_observation)
             self.finals.append(Final(stop - 1, none, last_obs, SlotInfos([end.last_info])))
-            self.starts += episode.start(stop - episode.num_steps, 0)
+            if episode.initial_state is not None:
+                self.starts[stop - episode.num_steps, 0] = episode.initial_state
             self.custom_data[0, number] = episode.custom_data
         self.infos.append(self.finals[-1].infos)
         self._env_slots = np.array([episode.slot for episode in episodes], np.int64)

@@ -27,7 +27,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.loss_ledger import Origin
-from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, tree_at
 from rollflow.stream.episodes.buffer import BufferAndOne, InfosWindow, LookbackBuffer
 from rollflow.stream.episodes.single_agent import REWARD_SPACE, SealedEpisode, SingleAgentEpisode
 from rollflow.stream.observe.array_table import array_table
@@ -67,19 +67,6 @@ class Final:
     slots: NDArray[np.int64]  # i64[K]
     observations: Tree  # any[K, ...]
     infos: Mapping[str, Any]  # gymnasium's vector form, over all slots
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Start:
-    """States that a stateful module had before the first steps of K episodes."""
-
-    rows: NDArray[np.int64]  # i64[K]  of the first steps
-    slots: NDArray[np.int64]  # i64[K]
-    states: Tree  # any[K, ...]
-
-    def at(self, chosen: NDArray[np.bool_]) -> "Start":
-        """Some of the K records, bool[K]."""
-        return Start(self.rows[chosen], self.slots[chosen], map_tree(lambda leaf: leaf[chosen], self.states))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +157,8 @@ class Fragment:
         self.episode_start = none if episode_start is None else episode_start
         self.episode_number = none if episode_number is None else episode_number  # i64[N]; None: 0
         self.finals: list[Final] = []
-        self.starts: list[Start] = []  # of a stateful module; a later one counts
+        # (row, slot) of an episode's first step -> a stateful module's state before it, a tree of arrays any[...]
+        self.starts: dict[tuple[int, int], Tree] = {}
         self.losses: list[Loss] = []
         self.infos: list[Mapping[str, Any]] = [{}] * (layout.lookback + layout.num_rows + 1)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
@@ -278,29 +266,25 @@ class Fragment:
         states = map_tree(lambda leaf: np.zeros((len(chunks.slot), *np.shape(leaf)), leaf.dtype), like)
         known = np.zeros(len(chunks.slot), np.bool_)
         for chunk in np.flatnonzero(chunks.t_started == 0).tolist() if self.starts else ():
-            state = self.initial_state(int(chunks.start[chunk]), int(chunks.slot[chunk]))
+            state = self.starts.get((int(chunks.start[chunk]), int(chunks.slot[chunk])))
             if state is not None:
                 known[chunk] = True
                 map_tree(lambda leaf, own, at=chunk: leaf.__setitem__(at, own), states, state)
         return states, known
 
-    def initial_state(self, row: int, slot: int) -> Tree:
-        """The state before the first step of the episode that begins here, a tree of arrays `any[...]`, or None."""
-        return self._initial_states.get((row, slot))
+    def record_starts(self, rows: NDArray[np.int64], slots: NDArray[np.int64], states: Tree) -> None:
+        """Keep the states, any[K, ...], before first steps of episodes, in these rows and slots, i64[K] each."""
+        for place, key in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+            self.starts[key] = tree_at(states, place)
 
     def hand_on_starts(self, new: "Fragment", stops: NDArray[np.int64], back: NDArray[np.int64]) -> None:
         """Give the next fragment the states of episodes whose first step is yet to come.
 
         stops, back    i64[N]  row after each slot's last step here, and the rows by which the next fragment is behind
         """
-        kept = []
-        for start in self.starts:
-            goes = start.rows >= stops[start.slots]
-            kept.append(start.at(~goes))
-            if goes.any():
-                start = start.at(goes)
-                new.starts.append(Start(start.rows - back[start.slots], start.slots, start.states))
-        self.starts = [start for start in kept if len(start.rows)]
+        goes = {key: state for key, state in self.starts.items() if key[0] >= stops[key[1]]}
+        new.starts |= {(row - int(back[slot]), slot): state for (row, slot), state in goes.items()}
+        self.starts = {key: state for key, state in self.starts.items() if key not in goes}
 
     def recent_observations(self, count: int) -> Tree:
         """The last `count` observations at every step, oldest first: a tree of new arrays `any[num_steps, count, ...]`.
@@ -435,7 +419,7 @@ class Fragment:
         )
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
         if self.starts and not episode.t_started:
-            episode.initial_state = self.initial_state(start, slot)
+            episode.initial_state = self.starts.get((start, slot))
         episode.lane, episode.slot = self.lane, int(self.env_slots(slot, number))
         return episode
 
@@ -512,15 +496,6 @@ class Fragment:
             (final.row, int(slot)): (map_tree(lambda leaf, i=i: leaf[i], final.observations), final.infos)
             for final in self.finals
             for i, slot in enumerate(final.slots)
-        }
-
-    @cached_property
-    def _initial_states(self) -> dict[tuple[int, int], Tree]:
-        """(row, slot) of an episode's first step -> the state before it, a tree of `any[...]`."""
-        return {
-            (row, slot): map_tree(lambda leaf, i=i: leaf[i], start.states)
-            for start in self.starts
-            for i, (row, slot) in enumerate(zip(start.rows.tolist(), start.slots.tolist(), strict=True))
         }
 
 

@@ -28,7 +28,7 @@ from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
-from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
+from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 
 F = TypeVar("F", bound=Fragment)
@@ -231,7 +231,7 @@ class SlotLane:
     def record_states(self, slots: NDArray[np.int64], states: Tree) -> None:
         """Keep the states, any[K, ...], before the next steps of slots, i64[K], whose episodes begin with these."""
         rows = np.broadcast_to(self.rows_of(slots), slots.shape)
-        self.fragment.starts.append(Start(rows, slots, states))
+        self.fragment.record_starts(rows, slots, states)
 
     # Reading and writing by connector pieces
 

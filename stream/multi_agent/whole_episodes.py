@@ -155,7 +155,8 @@ def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEpisode
         whole.ends[steps - 1, slot] = int(times[-1])
         whole.module_of[:, slot] = module_ids.index(module_id)
         whole.custom_data[slot, 0] = agent.custom_data
-        whole.starts += agent.start(0, slot)
+        if agent.initial_state is not None:
+            whole.starts[0, slot] = agent.initial_state
         for row, info in enumerate([*(info for part in agent.parts for info in part.infos), agent.parts[-1].last_info]):
             if info:
                 infos[row].of_slots[slot] = info
