@@ -20,7 +20,7 @@ whole. The file of episodes is renamed first: the file of steps, which comes aft
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,55 +191,21 @@ class DatasetFolder(LockedFolder):
         of_modules = [f"{MODULES}/{name}/{kind}" for name in self._module_names() for kind in (EPISODES, STEPS)]
         return [*of_modules, *([ENV_EPISODES] if self.has_agents else [EPISODES, STEPS])]
 
-    def add_runs(self, kind: dict[str, Any], version: str, runs: Sequence[dict[str, Any]]) -> int:
-        """Add records of runs to the description, which is made if there is none; returns the first one's number.
+    def describe(self, description: dict[str, Any], modules: Mapping[str, dict[str, Any]]) -> None:
+        """Write the description, and then those of modules, with the same runs.
 
-        kind    `observation_space`, `action_space` and `columns` of what the runs will write; or `agents`, and
-                `modules`: name of the folder -> (id, kind)
+        modules    name of the folder -> `observation_space`, `action_space` and `columns`, or all that was read there
 
-        Logs that the runs are of other environments than those before. Raises DatasetError where the dataset is of
-        another kind, and where it can't be written to.
+        Logs that the runs are of several environments. Raises DatasetError where the dataset can't be written to.
         """
-        has_agents = "modules" in kind
-        if (self.path / DESCRIPTION).exists():
-            description = self.read()
-            if has_agents == ("columns" in description):
-                raise DatasetError(
-                    f"a fragment of {'several agents' if has_agents else 'one agent'} does not fit the dataset at "
-                    f"{self.path}, expected fragments of one kind"
-                ).see("dataset")
-            if not has_agents:
-                self.check_kind(description, kind)
-        else:
-            number = AGENTS_VERSION if has_agents else VERSION
-            own = {"agents": [], "modules": {}} if has_agents else kind
-            description = {"format": FORMAT, "version": number, "rollflow": version, **own, "runs": []}
-        first = len(description["runs"])
-        description["runs"] += runs
         envs = [env for run in description["runs"] if (env := environment_of(run)) is not None]
         if others := sorted({*envs[1:]} - {*envs[:1]}):
             logger.warning("%s has steps of %s and of %s: expected one environment", self.path, envs[0], others[0])
-        if has_agents:
-            self._describe_modules(description, kind)
-        else:
-            self._write(description)
-        return first
-
-    def _describe_modules(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
-        """Write the description of a dataset of several agents, and then each module's."""
-        folders = {name: self.module(name) for name in {**description["modules"], **kind["modules"]}}
-        described = {name: each.read() for name, each in folders.items() if (each.path / DESCRIPTION).exists()}
-        description["agents"] += [each for each in kind["agents"] if each not in description["agents"]]
-        for name, (module_id, own) in kind["modules"].items():
-            if name in described:
-                folders[name].check_kind(described[name], own)
-            fields = {name: description[name] for name in ("format", "rollflow")}
-            described.setdefault(name, {**fields, "version": VERSION, **own})
-            description["modules"][name] = module_id
         self._write(description)
-        for name, each in described.items():
-            make_folder(folders[name].path, self.path)
-            folders[name]._write({**each, "runs": description["runs"]})
+        own = {"format": FORMAT, "version": VERSION, "rollflow": description["rollflow"]}
+        for name, kind in modules.items():
+            make_folder(self.module(name).path, self.path)
+            self.module(name)._write({**own, **kind, "runs": description["runs"]})
 
     def _write(self, description: dict[str, Any]) -> None:
         try:

@@ -23,15 +23,20 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_names, checked_count, checked_number
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import (
+    AGENTS_VERSION,
+    DESCRIPTION,
     ENV_EPS_ID,
     ENV_T,
+    FORMAT,
     MARK,
     STEPS,
+    VERSION,
     DatasetFolder,
     make_folder,
 )
@@ -272,6 +277,7 @@ class DatasetSink:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DatasetError(f"metadata {self._metadata!r} has no form in JSON: {error}") from None
+        self._description: dict[str, Any] | None = None  # None: nothing is there yet
         self._kinds: dict[str, dict[str, Any]] = {}  # by the names of the modules' folders, "" for one agent
         self._agents: dict[str, Any] = {}  # text -> id, with those that were in the dataset before
         self._modules: dict[str, Any] = {}  # the same
@@ -380,7 +386,8 @@ class DatasetSink:
         kinds = {name: describe_tree(map_tree(lambda leaf: leaf[0], tree), name) for name, tree in columns.items()}
         kind = {"observation_space": texts[0], "action_space": texts[1], "columns": kinds}
         if name in self._kinds:
-            self._folder.check_kind(self._kinds[name], kind)
+            folder = self._folder.module(name) if name else self._folder
+            folder.check_kind(self._kinds[name], kind)
         self._last[name] = spaces, types, kind
         return kind
 
@@ -397,17 +404,21 @@ class DatasetSink:
         return names
 
     def _opened(self) -> int:
-        """Lock the folder, and remove what a killed sink has left; the number of the next file."""
-        self._folder.lock()
+        """Lock the folder, read what is there, and remove what a killed sink has left; the number of the next file."""
+        folder = self._folder
+        folder.lock()
         try:
-            self._folder.check_is_own()
-            if self._folder.has_agents:
-                description = self._folder.read()
-                self._agents = stored_ids("agent", description["agents"])
-                self._modules = stored_ids("module", description["modules"].values())
-            return max(self._folder.remove_left(), default=0) + 1
+            folder.check_is_own()
+            if (folder.path / DESCRIPTION).exists():
+                self._description = description = folder.read()
+                modules = description.get("modules", {})
+                self._agents = stored_ids("agent", description.get("agents", ()))
+                self._modules = stored_ids("module", modules.values())
+                parts = {name: folder.module(name) for name in modules} if folder.has_agents else {"": folder}
+                self._kinds = {name: each.read() for name, each in parts.items() if (each.path / DESCRIPTION).exists()}
+            return max(folder.remove_left(), default=0) + 1
         except BaseException:
-            self._folder.unlock()
+            folder.unlock()
             raise
 
     def _runs_of(self, fragment: AnyFragment) -> NDArray[np.int32]:
@@ -415,7 +426,7 @@ class DatasetSink:
 
         Of several agents the chunks are those of the environments. Of a rollout's fragment: i32[1], for all chunks.
         """
-        kinds, agents, known = self._described(fragment)
+        kinds, agents, modules = self._described(fragment)
         maker: object
         if isinstance(fragment, StoredFragment | StoredAgents):
             maker, numbers = fragment.dataset, fragment.runs
@@ -425,16 +436,19 @@ class DatasetSink:
         found, places = np.unique(numbers, return_inverse=True)
         new = [each for each in found.tolist() if (maker, each) not in self._runs]
         if new or kinds.keys() - self._kinds.keys() or agents.keys() - self._agents.keys():
-            records = [self._record_of(fragment, each) for each in new]
+            kinds = self._kinds | kinds
             if isinstance(fragment, Fragment):
-                kind = kinds[""]
+                version, own = VERSION, kinds[""]
             else:
-                ids = {name: part.module_ids[int(part.chunk_modules[0])] for name, part in modules_of(fragment).items()}
-                modules = {name: (ids[name], each) for name, each in kinds.items()}
-                kind = {"agents": list(agents.values()), "modules": modules}
-            first = self._folder.add_runs(kind, version_of("rollflow"), records)
-            self._runs |= {(maker, each): number for number, each in enumerate(new, first)}
-            self._kinds, self._agents, self._modules = self._kinds | kinds, agents, known
+                ids = {name: id_ for text, id_ in modules.items() if (name := folder_of(text)) in kinds}
+                version, own = AGENTS_VERSION, {"agents": list(agents.values()), "modules": ids}
+            made = dict(format=FORMAT, version=version, rollflow=version_of("rollflow"), runs=list[Any]())
+            before: dict[str, Any] = self._description or made
+            runs = [*before["runs"], *(self._record_of(fragment, each) for each in new)]
+            description = {**before, **own, "runs": runs}
+            self._folder.describe(description, {name: each for name, each in kinds.items() if name})
+            self._runs |= {(maker, each): number for number, each in enumerate(new, len(before["runs"]))}
+            self._description, self._kinds, self._agents, self._modules = description, kinds, agents, modules
         return np.array([self._runs[maker, each] for each in found.tolist()], np.int32)[places]
 
     def _described(self, fragment: AnyFragment) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]]:
@@ -442,6 +456,12 @@ class DatasetSink:
 
         Raises DatasetError for another kind than before, and where two ids have one text.
         """
+        is_one = isinstance(fragment, Fragment)
+        if self._description is not None and is_one != ("columns" in self._description):
+            raise DatasetError(
+                f"a fragment of {'one agent' if is_one else 'several agents'} does not fit the dataset at "
+                f"{self._folder.path}, expected fragments of one kind"
+            ).see("dataset")
         if isinstance(fragment, Fragment):
             return {"": self._kind_of(fragment, "")}, self._agents, self._modules
         agents = [agent for part in fragment.parts for agent in part.part.agents]
