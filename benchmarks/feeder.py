@@ -100,7 +100,13 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
     """Fields of a hello: one lane, whose module has no weights; `spaces` are those that observations may come in."""
     metadata = {
         "has_fixed_lanes": True,
-        "spaces": [describe_space(space) for space in spaces],
+        "parts": [
+            {
+                "agents": ["agent"],
+                "spaces": [describe_space(space) for space in spaces],
+                "action_space": describe_space(action_space),
+            }
+        ],
         "is_stateful": False,
         "module": "none",
         "weights": {},

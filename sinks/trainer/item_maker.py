@@ -13,10 +13,10 @@ from rollflow.nodes.stages.connector_builders import check_connector, pieces_giv
 from rollflow.nodes.stages.rounds import check_bounded
 from rollflow.sinks.trainer.messages import (
     NO_EPISODES,
-    AgentsDescription,
     AnyFragment,
     Batch,
     FinishedEpisodes,
+    RolloutDescription,
     concatenated,
 )
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem
@@ -119,10 +119,10 @@ class ItemMaker:
         """
         source = arrived_items[0].source
         rollout = source.rollout
-        if fragments and rollout.agents is not None:
-            return self._batches_by_module(fragments, rollout.agents)
+        if fragments and rollout.is_by_module:
+            return self._batches_by_module(fragments, rollout)
         if fragments:
-            spaces = rollout.spaces[-1], source.action_space
+            spaces = rollout.parts[0].seen[-1], rollout.parts[0].part.recorded_space
             return self._made((None, 0, rollout.is_stateful), spaces, fragments, self._module)
         if self._learner_connector is not None:
             raise RunError(
@@ -131,13 +131,13 @@ class ItemMaker:
             )
         return concatenated([arrived.batch for arrived in arrived_items], is_by_module=rollout.is_by_module)
 
-    def _batches_by_module(self, fragments: Sequence[MultiAgentFragment], agents: AgentsDescription) -> Batch:
+    def _batches_by_module(self, fragments: Sequence[MultiAgentFragment], rollout: RolloutDescription) -> Batch:
         """Module id -> its train batch, of modules that are trained and have made steps."""
         modules, batches = self._module if isinstance(self._module, Mapping) else {}, {}
-        for module_id, parts in parts_by_module(fragments, agents.trains).items():
-            agents_of_parts = [each.part.agents for each in agents.parts]
+        for module_id, parts in parts_by_module(fragments, rollout.trains).items():
+            agents_of_parts = [each.part.agents for each in rollout.parts]
             index = agents_of_parts.index(parts[0].part.agents)  # which may be of another rollout
-            spaces = agents.parts[index].seen[-1], parts[0].part.recorded_space
+            spaces = rollout.parts[index].seen[-1], parts[0].part.recorded_space
             key = module_id, index, Columns.STATE_OUT in parts[0].outputs[module_id]
             with noted(f"of module '{module_id}'"):
                 batches[module_id] = self._made(key, spaces, parts, modules.get(module_id))

@@ -23,7 +23,7 @@ from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop, look_s, quoted, refusal_level
 from rollflow.stream.net.transport import check_server_tls, transport_for
-from rollflow.stream.wire import Address, Hello, check_secret, parse_address
+from rollflow.stream.wire import Address, check_secret, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -298,9 +298,15 @@ class TrainerListener:
         if isinstance(sends := hello.metadata.get("sends"), str) and sends == NOTHING:
             self._take_in_follower(peer, hello)
             return
-        check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
         source.introduce(hello, peer.where)
+        if source.rollout.shares_memory != self._shares:
+            listens, dials = ("shm:", "another address") if self._shares else ("another address", "shm:")
+            raise WireError(
+                f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or "
+                "neither",
+                "memory",
+            )
         source.session.window, source.needs = self.bound.window_of(source)
         check_together(source, self.sources.values())
         self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
@@ -355,17 +361,6 @@ def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLCo
     check_shared(parsed, tls)
     check_server_tls(tls)
     return parsed
-
-
-def check_shares(hello: Hello, *, shares: bool) -> None:
-    """Raise WireError where one end shares memory and the other one does not."""
-    is_shared = hello.metadata.get("shares_memory") is True
-    if is_shared != shares:
-        listens, dials = ("shm:", "another address") if shares else ("another address", "shm:")
-        raise WireError(
-            f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or neither",
-            "memory",
-        )
 
 
 def check_together(source: RolloutPeer, others: Collection[RolloutPeer]) -> None:
@@ -434,10 +429,10 @@ def _traits(source: RolloutPeer) -> dict[str, Any]:
     """Traits that rollouts must share to be learnt from together, by their names for people."""
     rollout = source.rollout
     traits: dict[str, Any] = {name: getattr(rollout, name) for name in ("is_by_module", "is_stateful")}
-    traits |= {"action_space": source.action_space}
-    traits |= {f"spaces[{index}]": space for index, space in enumerate(rollout.spaces)}
-    if rollout.agents is not None:
-        traits |= {f"part {index} of the agents": part for index, part in enumerate(rollout.agents.parts)}
+    for index, each in enumerate(rollout.parts):
+        of_part = f" of part {index} of the agents" if rollout.is_by_module else ""
+        traits |= {f"action_space{of_part}": each.part.recorded_space}
+        traits |= {f"spaces[{number}]{of_part}": space for number, space in enumerate(each.seen)}
     return traits | {f"the shape of weight {name!r}": shape for name, shape in rollout.weights.items()}
 
 

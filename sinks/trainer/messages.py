@@ -19,6 +19,7 @@ from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.offloaded.fragment_checks import MOST
 from rollflow.nodes.offloaded.fragment_message import PartSpaces, layout_entries, layout_in, message_of, spaces_seen
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.stream import wire
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ModuleError, WireError, shown
@@ -285,50 +286,6 @@ def _parts_in(value: Any, where: str) -> Sequence[PartSpaces]:
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class AgentsDescription:
-    """Agents, spaces and modules of a rollout.
-
-    parts        the agents by their spaces
-    to_train     ids of the modules that train batches are made for; None: all that act
-    published    ids of the modules whose weights the trainer publishes
-    """
-
-    parts: Annotated[Sequence[PartSpaces], _parts_in]
-    to_train: Annotated[Collection[str] | None, field.nullable(_IDS)]
-    published: Annotated[Sequence[str], _IDS]
-
-    @classmethod
-    def of(cls, rollout: MultiAgentRollout, published: Sequence[str]) -> "AgentsDescription":
-        """The description of a rollout whose pipelines stay as they are."""
-        parts = spaces_seen(rollout.environments.parts, rollout.env_to_module)
-        return cls(parts, rollout.learner.to_train, tuple(published))
-
-    def plain(self) -> dict[str, Any]:
-        """The description as plain values, for the wire."""
-        parts = [
-            {
-                "agents": list(each.part.agents),
-                "spaces": [describe_space(space) for space in each.seen],
-                "action_space": describe_space(each.part.recorded_space),
-            }
-            for each in self.parts
-        ]
-        to_train = None if self.to_train is None else sorted(self.to_train)
-        return {"parts": parts, "to_train": to_train, "published": list(self.published)}
-
-    def trains(self, module_id: str) -> bool:
-        """True if train batches are made for a module."""
-        return self.to_train is None or module_id in self.to_train
-
-
-def _spaces_in(value: Any, where: str) -> Sequence[gym.Space[Any]]:
-    spaces: Sequence[gym.Space[Any]] = field.list_of(read_space, 64)(value, where)
-    if not spaces:
-        raise WireError(f"{where} is empty, expected 1 or more of them")
-    return spaces
-
-
 _NUMBER = field.whole(0, MOST_NUMBER)
 
 
@@ -336,8 +293,8 @@ _NUMBER = field.whole(0, MOST_NUMBER)
 class RolloutDescription:
     """What a rollout says of itself, in the metadata of its hello.
 
-    sends              "fragments", "batches", or NOTHING
-    spaces             that observations may be in
+    sends              "fragments" or "batches"
+    parts              the agents by their spaces; one agent is a part
     weights            name -> shape of the module's weights
     has_fixed_lanes    no other lanes come
     is_stateful        the module is
@@ -348,14 +305,16 @@ class RolloutDescription:
     lanes              that there are, also gone ones of `aside`, if lanes come and go
     aside              lane that is gone, and number of its last item; of each
     shares_memory      whether it lends its fragments
-    is_by_module       train batches, or what is made of its fragments, are module id -> train batch
-    agents             what fragments of several agents are made of; None: it sends none
+    is_by_module       train batches, or what is made of its fragments, are module id -> train batch: there are several
+                       agents
+    to_train           ids of the modules that train batches are made for; None: all that act
+    published          ids of the modules whose weights the trainer publishes
     can_be_paced       whether it knows which fragments go into which batch, and sends all that it makes; None: it does
                        if it sends fragments
     """
 
     sends: Annotated[str, field.one_of("fragments", "batches")]
-    spaces: Annotated[Sequence[gym.Space[Any]], _spaces_in]
+    parts: Annotated[Sequence[PartSpaces], _parts_in]
     weights: Annotated[Mapping[str, tuple[int, ...]], field.map_of(field.list_of(_NUMBER, 64))]
     has_fixed_lanes: Annotated[bool, field.flag]
     is_stateful: Annotated[bool, field.flag]
@@ -367,29 +326,48 @@ class RolloutDescription:
     aside: Annotated[Sequence[Sequence[int]], field.list_of(field.items(_NUMBER, _NUMBER), MOST_LANES)] = ()
     shares_memory: Annotated[bool, field.flag] = False
     is_by_module: Annotated[bool, field.flag] = False
-    agents: Annotated[AgentsDescription | None, field.nullable(field.record(AgentsDescription))] = None
+    to_train: Annotated[Collection[str] | None, field.nullable(_IDS)] = None
+    published: Annotated[Sequence[str], _IDS] = ()
     can_be_paced: Annotated[bool | None, field.nullable(field.flag)] = None
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "RolloutDescription":
         """The description in the metadata of a hello. Raises WireError where they make no sense."""
         told = cls(**field.checked_fields(cls, metadata, "hello.metadata"))
-        if told.is_by_module and not told.sends_batches and told.agents is None:
-            raise WireError("hello.metadata.agents is None, expected a map: fragments are of several agents")
         return dataclasses.replace(told, can_be_paced=not told.sends_batches) if told.can_be_paced is None else told
 
     def plain(self) -> dict[str, Any]:
         """The description as plain values, for the wire."""
         told = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        told["spaces"] = [describe_space(space) for space in self.spaces]
+        told["parts"] = [
+            {
+                "agents": list(each.part.agents),
+                "spaces": [describe_space(space) for space in each.seen],
+                "action_space": describe_space(each.part.recorded_space),
+            }
+            for each in self.parts
+        ]
         told["weights"] = {name: list(shape) for name, shape in self.weights.items()}
-        told["agents"] = None if self.agents is None else self.agents.plain()
+        told["to_train"] = None if self.to_train is None else sorted(self.to_train)
         return {name: value for name, value in told.items() if value is not None}
 
     @property
     def sends_batches(self) -> bool:
         """True if it sends train batches."""
         return self.sends == "batches"
+
+    def trains(self, module_id: str) -> bool:
+        """True if train batches are made for a module."""
+        return self.to_train is None or module_id in self.to_train
+
+
+def parts_of(rollout: Rollout | MultiAgentRollout) -> Sequence[PartSpaces]:
+    """Agents of a rollout by their spaces; one agent is a part."""
+    if isinstance(rollout, MultiAgentRollout):
+        return spaces_seen(rollout.environments.parts, rollout.env_to_module)
+    environments = rollout.environments
+    part = AgentPart(("agent",), environments.observation_space, environments.chosen_space)
+    return spaces_seen([part], [rollout.env_to_module])
 
 
 UNKNOWN = RolloutDescription("fragments", (), {}, has_fixed_lanes=True, is_stateful=False, module="", version=0)

@@ -6,8 +6,6 @@ from enum import Enum, auto
 from time import monotonic
 from typing import Any, NamedTuple
 
-import gymnasium as gym
-
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
 from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import (
@@ -33,7 +31,6 @@ from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.socket_loop import Peer, quoted
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
-from rollflow.stream.wire.codec.spaces import read_space
 
 _NONE_GONE: frozenset[int] = frozenset()
 
@@ -89,8 +86,7 @@ class ArrivedItem(NamedTuple):
     def newest_version(self) -> int | None:
         """The newest policy version that an action of several agents was computed with; None: nobody knows."""
         if isinstance(self.item, MultiAgentFragment):
-            assert self.source.rollout.agents is not None
-            return acting_versions(self.item, self.source.rollout.agents.published)[1]
+            return acting_versions(self.item, self.source.rollout.published)[1]
         return newest_version(batches_in(self.batch, is_by_module=True))
 
     @property
@@ -168,7 +164,6 @@ class RolloutPeer:
     name: str = "?"  # that name, and where it is
     sends_nothing: bool = False  # it takes weights alone, as a follower
     rollout: RolloutDescription = UNKNOWN
-    action_space: gym.Space[Any] | None = None
 
     lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
@@ -265,7 +260,6 @@ class RolloutPeer:
     def introduce(self, hello: wire.Hello, where: str) -> None:
         """Take a Hello. Raises WireError where its metadata make no sense."""
         self.rollout, self._layouts = RolloutDescription.of(hello.metadata), {}
-        self.action_space = read_space(hello.action_space, "hello.action_space")
         self._introduce_lanes(len(hello.slots))
         self.called = hello.name
         self.name = f"{quoted(hello.name)} ({where})"
@@ -289,17 +283,17 @@ class RolloutPeer:
         return ArrivedItem(self, message.number, batch_of_message(message), oldest, steps, finished)
 
     def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
-        assert self.action_space is not None
         self._check_lane(message)
-        if self.rollout.agents is not None:
-            of_agents = agents_of_message(message, self.rollout.agents.parts)
-            oldest, _ = acting_versions(of_agents, self.rollout.agents.published)
+        if self.rollout.is_by_module:
+            of_agents = agents_of_message(message, self.rollout.parts)
+            oldest, _ = acting_versions(of_agents, self.rollout.published)
             finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=True)
             return ArrivedItem(self, message.number, of_agents, oldest, 0, finished)
-        layout = layout_told(message.rest.get("layout"), self.action_space, self._layouts.get(message.lane))
+        spaces = self.rollout.parts[0]
+        layout = layout_told(message.rest.get("layout"), spaces.part.recorded_space, self._layouts.get(message.lane))
         if message.lane in self.lanes:
             self._layouts[message.lane] = layout
-        fragment = fragment_of(message, layout, self.rollout.spaces)
+        fragment = fragment_of(message, layout, spaces.seen)
         version = fragment.policy_version if fragment.num_rows else None
         return ArrivedItem(self, message.number, fragment, version)
 

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import anyio
-import gymnasium as gym
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
 from rollflow.nodes.connectors.stateful import is_stateful
@@ -23,7 +22,6 @@ from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.messages import (
     HAS_ENDED,
     MOST_MODULES,
-    AgentsDescription,
     AnyFragment,
     Batch,
     RolloutDescription,
@@ -33,6 +31,7 @@ from rollflow.sinks.trainer.messages import (
     message_of_fragment,
     nbytes_of,
     parted_weights,
+    parts_of,
 )
 from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink, link_to
@@ -40,7 +39,6 @@ from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError, shown
 from rollflow.stream.data.loss_ledger import origins_of
-from rollflow.stream.data.space import describe_space
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -357,21 +355,17 @@ class TrainerSink:
         slots = tuple(env.num_envs for env in environments.envs) or (1,)
         if not environments.has_fixed_lanes:
             slots = tuple(slots[lane] for lane in lanes) or slots[:1]
+        ids = self._ids or ()
         if isinstance(rollout, MultiAgentRollout):
-            parts, ids = rollout.environments.parts, self._ids or ()
-            observed: gym.Space[Any] = gym.spaces.Tuple([part.observation_space for part in parts])
-            acted: gym.Space[Any] = gym.spaces.Tuple([part.recorded_space for part in parts])
-            spaces = [observed]
             weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
-            agents = AgentsDescription.of(rollout, ids) if self._sends == "fragments" else None
+            to_train = rollout.learner.to_train
         else:
-            observed, acted = rollout.environments.observation_space, rollout.environments.chosen_space
-            spaces, weights, agents = _spaces_of(rollout), rollout.module.state_dict(), None
+            weights, to_train = rollout.module.state_dict(), None
         # Of several trainers, one might have a lane that comes in another round than the others.
         is_common = environments.has_fixed_lanes or self._sends == "batches" or len(_sinks[rollout]) == 1
         description = RolloutDescription(
             sends=self._sends,
-            spaces=spaces,
+            parts=parts_of(rollout),
             weights=shapes_of(weights),
             has_fixed_lanes=environments.has_fixed_lanes,
             is_stateful=isinstance(rollout, Rollout) and is_stateful(rollout.module),
@@ -383,15 +377,11 @@ class TrainerSink:
             aside=[[lane, number] for lane, number in lanes.items() if number is not None],
             shares_memory=self._lender is not None,
             is_by_module=isinstance(rollout, MultiAgentRollout),
-            agents=agents,
+            to_train=to_train,
+            published=ids,
             can_be_paced=self._can_be_paced and is_common,
         )
-        return {
-            "slots": slots,
-            "observation_space": describe_space(observed),
-            "action_space": describe_space(acted),
-            "metadata": description.plain(),
-        }
+        return {"slots": slots, "observation_space": {}, "action_space": {}, "metadata": description.plain()}
 
     @property
     def _version(self) -> int:
@@ -411,9 +401,8 @@ class TrainerSink:
     @cached_property
     def _spaces(self) -> Sequence[Any]:
         """Spaces that observations may be in; once the rollout runs, its pipelines stay as they are."""
-        if isinstance(self._rollout, MultiAgentRollout):
-            return AgentsDescription.of(self._rollout, ()).parts
-        return _spaces_of(self._rollout)
+        parts = parts_of(self._rollout)
+        return parts if isinstance(self._rollout, MultiAgentRollout) else parts[0].seen
 
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
         async for item in items:
@@ -515,11 +504,6 @@ class TrainerSink:
             self._seen(fragment)
             return message_of(number, fragment, self._spaces, {"episodes": self._seen.take_episodes()})
         return message_of_fragment(number, fragment, self._spaces)
-
-
-def _spaces_of(rollout: Rollout) -> list[gym.Space[Any]]:
-    """Spaces that a fragment's observations may be in."""
-    return [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
 
 
 def _claimed_ids(rollout: MultiAgentRollout) -> tuple[str, ...]:

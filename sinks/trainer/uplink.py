@@ -13,15 +13,12 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, NamedTuple, Self
 
-from gymnasium import spaces
-
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.data.space import describe_space
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
 from rollflow.stream.net.dial_wait import DialWait
@@ -381,5 +378,4 @@ class WeightsFollower:
 
 
 def _described() -> dict[str, Any]:
-    space = describe_space(spaces.Discrete(1))  # nobody looks at it
-    return {"slots": (1,), "observation_space": space, "action_space": space, "metadata": {"sends": NOTHING}}
+    return {"slots": (1,), "observation_space": {}, "action_space": {}, "metadata": {"sends": NOTHING}}

@@ -4,7 +4,7 @@ from typing import Any
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
-from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
+from rollflow.stream.wire.codec.handshake import NO_HOSTS, ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import AgentRows
@@ -173,7 +173,7 @@ class GatewayConnection(Acceptor):
         return self.session, self._form
 
     def _check(self, hello: Hello) -> None:
-        self._form = form_of(hello)
+        self._form = None if hello.role in NO_HOSTS else form_of(hello)  # such a role is refused by the owner
 
     def _take_running(self, message: Message) -> list[Event]:
         if isinstance(message, messages.Answer):

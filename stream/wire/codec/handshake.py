@@ -29,6 +29,7 @@ _Role = Literal["env", "agents", "rollout", "agent_rollout", "source", "sampler"
 Role = Annotated[_Role, field.one_of(*get_args(_Role))]
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
+NO_HOSTS = ("source", "sampler")  # roles of ends that are no hosts, and have no spaces
 Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], field.one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]
 Version = Annotated[int, field.whole(1, 0xFFFF)]
 Name = Annotated[str, field.text(256)]

@@ -13,22 +13,21 @@ from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, message_of
-from rollflow.sinks.trainer.messages import AgentsDescription
+from rollflow.sinks.trainer.messages import UNKNOWN, RolloutDescription, parts_of
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import Fragment, FrameDecoder, decode, encode
-from rollflow.stream.wire.codec import field
 
 DRAWN = Drawn(2, 1, 4, 1, 9, False, 6, 1, True, 0)
 Path = tuple[Any, ...]
 
 
-def description_of(drawn: Drawn) -> AgentsDescription:
+def description_of(drawn: Drawn) -> RolloutDescription:
     """Return a rollout's description, as a trainer reads it."""
     _, rollout = made(drawn)
-    told = AgentsDescription.of(rollout, list(rollout.module)).plain()
+    told = replace(UNKNOWN, parts=parts_of(rollout), published=list(rollout.module)).plain()
     rollout.environments.close()
-    return field.record(AgentsDescription)(told, "agents")
+    return RolloutDescription.of(told)
 
 
 def behind_the_wire(message: Fragment) -> Fragment:
@@ -41,7 +40,7 @@ def behind_the_wire(message: Fragment) -> Fragment:
 
 
 @cache
-def message_here() -> tuple[Fragment, AgentsDescription]:
+def message_here() -> tuple[Fragment, RolloutDescription]:
     """A message with ends, agents that wait and infos, as it comes."""
     description = description_of(DRAWN)
     fragment = next(each for each in fragments_of(DRAWN) if each.clock.ends and each.parts[1].waits.any())
@@ -171,12 +170,11 @@ def test_what_is_wrong_is_told(path: Path, new: Any, told: str) -> None:
 @pytest.mark.parametrize(
     ("path", "new", "told"),
     [
-        ((), None, "agents is None, expected a map"),
-        (("parts", 0, "agents"), [[1]], r"agents.parts\[0\].agents\[0\] is \[1\], expected an id"),
-        (("parts", 0, "spaces"), [], r"agents.parts\[0\] is .*, expected agents and spaces"),
-        (("to_train",), [1], r"agents.to_train\[0\] is 1, expected a string"),
+        (("parts", 0, "agents"), [[1]], r"parts\[0\].agents\[0\] is \[1\], expected an id"),
+        (("parts", 0, "spaces"), [], r"parts\[0\] is .*, expected agents and spaces"),
+        (("to_train",), [1], r"to_train\[0\] is 1, expected a string"),
     ],
 )
 def test_a_description_that_is_none_is_refused(path: Path, new: Any, told: str) -> None:
     with pytest.raises(WireError, match=told):
-        field.record(AgentsDescription)(changed(description_of(DRAWN).plain(), path, new), "agents")
+        RolloutDescription.of(changed(description_of(DRAWN).plain() | {"to_train": []}, path, new))

@@ -37,12 +37,14 @@ from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
 from rollflow import Graph, Rollout, feed
+from rollflow.nodes.offloaded.fragment_message import PartSpaces
 from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.listener import difference
 from rollflow.sinks.trainer.messages import UNKNOWN
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.stream import GraphError, LagError, RunError
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
 
 STATE: dict[str, Any] = {"version": 5, "weights": [5, "ab" * 8], "sources": {}}
@@ -400,26 +402,27 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(mak
             feed.ended.result()
 
 
+def part_of(*seen: Discrete, action_space: Discrete = Discrete(2)) -> PartSpaces:  # noqa: B008
+    return PartSpaces(AgentPart(("agent",), Discrete(2), action_space), seen or (Discrete(2), Discrete(4)))
+
+
 @pytest.mark.parametrize(
     ("known", "told"),
     [
         ({}, ""),
         ({"is_stateful": True}, "is_stateful is True, expected False"),
-        ({"action_space": Discrete(3)}, "action_space is Discrete(3), expected Discrete(2)"),
-        ({"spaces": [Discrete(2), Discrete(3)]}, "spaces[1] is Discrete(3), expected Discrete(4)"),
-        ({"spaces": [Discrete(2)]}, "spaces[1] is missing, expected Discrete(4)"),
+        ({"parts": [part_of(action_space=Discrete(3))]}, "action_space is Discrete(3), expected Discrete(2)"),
+        ({"parts": [part_of(Discrete(2), Discrete(3))]}, "spaces[1] is Discrete(3), expected Discrete(4)"),
+        ({"parts": [part_of(Discrete(2))]}, "spaces[1] is missing, expected Discrete(4)"),
         ({"weights": {"a": (3,), "b": (2, 5)}}, "the shape of weight 'b' is (2, 5), expected (2, 4)"),
         ({"weights": {"a": (3,)}}, "the shape of weight 'b' is missing, expected (2, 4)"),
         ({"weights": {"a": (3,), "b": (2, 4), "c": ()}}, "the shape of weight 'c' is (), expected none of that name"),
     ],
 )
 def test_what_differs_is_told(known: dict[str, Any], told: str) -> None:
-    known = dict(known)
     one, other = RolloutPeer(TrainerSession(bytes(16))), RolloutPeer(TrainerSession(bytes(16)))
     for source in (one, other):
-        source.action_space = Discrete(2)
-        source.rollout = replace(UNKNOWN, spaces=[Discrete(2), Discrete(4)], weights={"a": (3,), "b": (2, 4)})
-    one.action_space = known.pop("action_space", Discrete(2))
+        source.rollout = replace(UNKNOWN, parts=[part_of()], weights={"a": (3,), "b": (2, 4)})
     one.rollout = replace(one.rollout, **known)
     assert difference(one, other) == told
 

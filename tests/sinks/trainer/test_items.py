@@ -12,10 +12,12 @@ import pytest
 from feeding_rollouts import trainer
 
 from rollflow import Rollout
+from rollflow.nodes.offloaded.fragment_message import PartSpaces
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.stream import ItemRounds
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Fragment, TrainerSession
 
@@ -44,7 +46,7 @@ def test_a_layout_is_the_one_before_if_it_is_the_same_and_refused_if_it_is_none(
 
 def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
     source = RolloutPeer(TrainerSession(bytes(16)))
-    source.action_space, source.lanes = ACTIONS, {0, 1, 2}
+    source.lanes = {0, 1, 2}
     source.set_aside(1, 4)
     with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
         source.read(Fragment(1, 5, {}, {}))
@@ -58,8 +60,9 @@ def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None
     spaces = [fragment.observation_space]
     message = message_of_fragment(1, fragment, spaces)
     source = RolloutPeer(TrainerSession(bytes(16)))
-    source.action_space, source.lanes = fragment.layout.action_space, {0, 1}
-    source.rollout = replace(source.rollout, spaces=spaces, has_fixed_lanes=False)
+    part = AgentPart(("agent",), spaces[0], fragment.layout.action_space)
+    source.lanes = {0, 1}
+    source.rollout = replace(source.rollout, parts=[PartSpaces(part, spaces)], has_fixed_lanes=False)
     for number, lane in enumerate([0, 1, 7, 8, 9], 1):
         arrived = source.read(replace(message, number=number, lane=lane))
         assert (arrived.number, arrived.lane) == (number, lane)
