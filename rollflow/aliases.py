@@ -1,8 +1,9 @@
 """Where names are that a package had before: programs may still import them from there."""
 
+import rollflow
+
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has them now -> names
     "rollflow.stream": {
-        "rollflow": ("Columns", "Fragment", "Graph", "MultiAgentEpisode", "RollflowError", "SingleAgentEpisode"),
         "rollflow.stream.data.space": ("one_hot",),
         "rollflow.stream.episodes.buffer": ("LookbackBuffer",),
         "rollflow.stream.fragments.episode_collector": ("WholeEpisodes",),
@@ -13,23 +14,6 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow.stream.multi_agent.agent_part": ("AgentPart",),
     },
     "rollflow.nodes": {
-        "rollflow": (
-            "ConnectorV2",
-            "DefaultModelConfig",
-            "EnvHost",
-            "EpsilonGreedy",
-            "FrameStacking",
-            "GeneralAdvantageEstimation",
-            "MeanStdFilter",
-            "MultiAgentRollout",
-            "RLModule",
-            "RemoteEnvs",
-            "RemoteRollouts",
-            "Rollout",
-            "RolloutHost",
-            "VTrace",
-            "minibatches",
-        ),
         "rollflow.nodes.connectors.common.batches": ("BatchIndividualItems", "DEFAULT_MODULE_ID", "module_by_module"),
         "rollflow.nodes.connectors.common.episode_columns": (
             "AddLaneAndSlotToBatch",
@@ -71,10 +55,11 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow.nodes.stages.module_to_env": ("ModuleToEnv",),
         "rollflow.nodes.stages.rounds": ("LagBound",),
     },
-    "rollflow.sinks": {
-        "rollflow": ("DatasetSink", "DatasetSource", "Replay", "TrainerStream", "feed"),
-    },
-    "rollflow.policy": {
-        "rollflow": ("Policy", "PolicyClient"),
-    },
 }
+
+
+def home_of(package: str, name: str) -> str | None:
+    """The module that has a name which a package had before; None: it had none. Names of `rollflow` were elsewhere."""
+    if package != "rollflow" and name in rollflow.__all__:
+        return "rollflow"
+    return next((home for home, names in ALIASES.get(package, {}).items() if name in names), None)

@@ -17,7 +17,9 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[
     there, homes = vars(module), _homes(module)
 
     def find(name: str) -> Any:
-        home = homes.get(name) or _home_of_alias(package, name)
+        from rollflow.aliases import home_of
+
+        home = homes.get(name) or home_of(package, name)
         if home is None:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         try:
@@ -40,9 +42,3 @@ def _homes(package: Any) -> dict[str, str]:
     ]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-def _home_of_alias(package: str, name: str) -> str | None:
-    from rollflow.aliases import ALIASES
-
-    return next((home for home, names in ALIASES.get(package, {}).items() if name in names), None)

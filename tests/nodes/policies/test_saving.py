@@ -190,7 +190,7 @@ def _named_function() -> LambdaConnector:
 
 PIECES = [
     name
-    for name in (*rollflow.nodes.__all__, *chain(*ALIASES["rollflow.nodes"].values()))
+    for name in (*rollflow.__all__, *rollflow.nodes.__all__, *chain(*ALIASES["rollflow.nodes"].values()))
     if isinstance(getattr(rollflow.nodes, name), type) and issubclass(getattr(rollflow.nodes, name), ConnectorV2)
 ]
 
