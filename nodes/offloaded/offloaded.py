@@ -4,9 +4,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.lane_source import LaneSource
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, spaces_seen
 from rollflow.nodes.offloaded.replica import Published

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Turn, nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger

@@ -6,7 +6,7 @@ from typing import Any
 
 from rollflow.nodes.argument_checks import checking_keywords
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
+from rollflow.nodes.env.environments import AgentEnvSource
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.remote.host_lane import HostLane, made_lanes

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.environments import Environments, actions_of, record_taken
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.environments import AgentEnvironments, Environments, actions_of, record_taken
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
 from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.workers.agent_codec import InfoCodec

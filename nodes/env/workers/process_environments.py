@@ -1,7 +1,6 @@
 """Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
 
-from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks
 from rollflow.nodes.env.workers.frames import lane_block
 from rollflow.nodes.env.workers.worker_node import WorkerNode

@@ -8,8 +8,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere

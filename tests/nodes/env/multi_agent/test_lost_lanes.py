@@ -13,7 +13,7 @@ from property_examples import examples
 
 from rollflow import MultiAgentRollout
 from rollflow.nodes import LambdaConnector
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.environments import AgentEnvironments
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
