@@ -1,10 +1,9 @@
 """Environments of a rollout, with one agent or several, stepped in this process by whoever asks for the next step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 import gymnasium as gym
@@ -20,7 +19,7 @@ from rollflow.nodes.env.env_source import (
     sizes_of,
 )
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs, check_alike, first_made
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs, check_alike
 from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv, agents_of
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
@@ -166,8 +165,8 @@ class AgentEnvironments(LaneSource):
     """A node that steps environments with several agents: takes a lane's actions, gives its observations.
 
         env    a callable that makes an environment, or a list of callables that make one each: of a `MultiAgentEnv`,
-               or of what PettingZoo has; or that make a `MultiAgentVectorEnv` each, which is a lane by itself; or such
-               a one, which is left open
+               or of what PettingZoo has; or that make a `MultiAgentVectorEnv` each, one for each lane; or such a one,
+               which is left open
 
     All else is as for `LaneSource`. Raises EnvError also where an environment breaks the conventions.
     """
@@ -209,14 +208,13 @@ class AgentEnvironments(LaneSource):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """The environments of every lane."""
-        first, made = first_made(env), list[LaneEnvs]()
-        with nullcontext() if first is None else first:
-            for lane, maker in enumerate(agent_makers(env, num_envs, lanes, first)):
-                number = sum(envs.num_envs for envs in made)
-                made.append(replace(maker, first_env=number).lane_env(self.deviations))
-                if maker.can_travel:
-                    self._opened.append((f"the environments of lane {lane}", made[-1]))
-            check_apart("callables", (each for envs in made for each in envs.given))
+        made = list[LaneEnvs]()
+        for lane, maker in enumerate(self._makers(env, num_envs, lanes)):
+            number = sum(envs.num_envs for envs in made)
+            made.append(replace(maker, first_env=number).lane_env(self.deviations))
+            if maker.can_travel:
+                self._opened.append((f"the environments of lane {lane}", made[-1]))
+        check_apart("callables", (each for envs in made for each in envs.given))
         self._here = made
         return made
 
@@ -252,13 +250,8 @@ class AgentEnvironments(LaneSource):
         check_numbers(num_envs, lanes, self.envs)
 
 
-def agent_makers(
-    env: Any, num_envs: int | None, lanes: int | None, first: EnvMaker | None = None
-) -> list[AgentLaneMaker]:
-    """Makers of every lane's environments. Raises EnvError for what makes none.
-
-    first    made by the first callable; where that is a vector environment, each callable's is a lane by itself
-    """
+def agent_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[AgentLaneMaker]:
+    """Makers of every lane's environments. Raises EnvError for what makes none."""
     if isinstance(env, MultiAgentVectorEnv):
         return [AgentLaneMaker(env, 0)]
     if isinstance(env, Sequence) and not isinstance(env, str):
@@ -273,11 +266,9 @@ def agent_makers(
                 f"env is {shown(each)}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
                 "list of those, or a MultiAgentVectorEnv"
             )
-    is_split = first is not None and first.is_vector and lanes is None
-    left = iter(makers if first is None else [first, *makers[1:]])
-    sizes = [1] * len(makers) if is_split else sizes_of(len(makers), lanes)
+    sizes = sizes_of(len(makers), lanes)
     firsts = accumulate(sizes, initial=0)
-    return [AgentLaneMaker(list(islice(left, size)), number) for size, number in zip(sizes, firsts, strict=False)]
+    return [AgentLaneMaker(makers[first : first + size], first) for size, first in zip(sizes, firsts, strict=False)]
 
 
 def check_numbers(num_envs: int | None, lanes: int | None, made: Sequence[Any]) -> None:

@@ -569,11 +569,6 @@ class EnvMaker:
         self._first: list[Any] = [made_by(make, 0)]
 
     @property
-    def is_vector(self) -> bool:
-        """True if it is many environments with several agents each."""
-        return isinstance(self._first[0], MultiAgentVectorEnv)
-
-    @property
     def has_several(self) -> bool:
         """True if the environment has several agents."""
         env = self._first[0]

@@ -190,6 +190,7 @@ def made_lanes(
     Raises EnvError where they can't be made, and for options of the other kind.
     """
     first = first_made(env)
+    given = env if first is None else with_first(env, first)
     with nullcontext() if first is None else first:
         has_several = isinstance(env, MultiAgentVectorEnv) or (first is not None and first.has_several)
         if has_several and autoreset_mode is not None:
@@ -201,8 +202,8 @@ def made_lanes(
             if value is not None:
                 raise EnvError(f"{name} is for environments with several agents; expected it to be left out")
         if has_several:
-            return all_made(_of_agents(agent_makers(env, num_envs, lanes, first), num_envs, lanes, make)), True
-        makers = lane_makers(env if first is None else with_first(env, first), num_envs, lanes, autoreset_mode)
+            return all_made(_of_agents(agent_makers(given, num_envs, lanes), num_envs, lanes, make)), True
+        makers = lane_makers(given, num_envs, lanes, autoreset_mode)
         return all_made(make(maker, index) for index, maker in enumerate(makers)), False
 
 

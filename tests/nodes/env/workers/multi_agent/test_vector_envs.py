@@ -33,12 +33,11 @@ def told(makers: Any, place: str = "inline", **envs: Any) -> list[Any]:
 @pytest.mark.parametrize("place", ["processes", "hosts"])
 def test_each_is_a_lane_by_itself_and_the_same_everywhere(place: str) -> None:
     makers = [partial(Counted, number) for number in range(2)]
-    here = told(makers)
+    here = told(makers, lanes=2)
     assert {(row[0], row[4][0][0]) for row in here} == {(0, 0), (1, 1)}  # of lane 0 the first
     assert {(row[4][0][1], row[8:]) for row in here if any(row[8:])} == {(0, (True, False)), (1, (False, True))}
     infos = {tuple(info) for row in here for info in row[7] if info}
     assert infos == {("seed",), ("step",), ("begins",)}
-    assert told(makers, lanes=2) == here
     assert told(makers, place, lanes=2) == here
     one = Counted(0) if place == "hosts" else makers[0]
     assert told(one, place) == told(makers[0]) == told(Counted(0))
@@ -47,7 +46,7 @@ def test_each_is_a_lane_by_itself_and_the_same_everywhere(place: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"num_envs": 4, "lanes": 2}, {"num_envs": 2, "lanes": 1, "where": "processes"}],
+    [{"num_envs": 2}, {"num_envs": 4, "lanes": 2}, {"num_envs": 2, "lanes": 1, "where": "processes"}],
 )
 def test_they_do_not_share_a_lane(options: Any) -> None:
     with pytest.raises(EnvError, match="a MultiAgentVectorEnv of 2 environments, which is a lane by itself; expected"):
@@ -55,9 +54,11 @@ def test_they_do_not_share_a_lane(options: Any) -> None:
 
 
 def test_there_are_as_many_environments_as_are_asked_for() -> None:
-    assert told(partial(Counted, 0, 1), num_envs=2)[-1][0] == 1
-    with pytest.raises(EnvError, match="num_envs is 2 and lanes is None, but 4 environments in 2 lanes were made; exp"):
-        MultiAgentRollout(partial(Counted, 0), module=RandomModule, num_envs=2)
+    assert told(partial(Counted, 0, 1), num_envs=2, lanes=2)[-1][0] == 1
+    with pytest.raises(
+        EnvError, match="num_envs is 2 and lanes is 2, but 4 environments in 2 lanes were made; expected"
+    ):
+        MultiAgentRollout(partial(Counted, 0), module=RandomModule, num_envs=2, lanes=2)
     with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but 2 environments in 1 lanes were made"):
         EnvHost(Counted(0), num_envs=3)
     with pytest.raises(EnvError, match=r"^num_envs is -1, expected at least 1$"):
@@ -66,6 +67,6 @@ def test_there_are_as_many_environments_as_are_asked_for() -> None:
 
 def test_those_that_are_made_here_are_closed_and_one_that_is_given_is_not() -> None:
     envs = [Counted(number) for number in range(3)]
-    told([lambda env=env: env for env in envs[:2]])  # type: ignore[misc]
+    told([lambda env=env: env for env in envs[:2]], lanes=2)  # type: ignore[misc]
     told(envs[2])
     assert [env.is_closed for env in envs] == [True, True, False]
