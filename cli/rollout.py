@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from rollflow import Forward, MultiAgentRollout, Rollout, feed
 from rollflow.cli import arguments
-from rollflow.nodes.env.multi_agent.lane_envs import first_made
+from rollflow.nodes.env.lane_envs import first_made
 from rollflow.nodes.rollout.options import Where
 from rollflow.stream.graph.report import Report
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         LearnerConnectorPipeline as LearnerConnectorPipeline,
         ModuleToEnvPipeline as ModuleToEnvPipeline,
     )
-    from rollflow.nodes.env.multi_agent.multi_agent_env import (
+    from rollflow.nodes.env.multi_agent_env import (
         ArrayStep as ArrayStep,
         MultiAgentEnv as MultiAgentEnv,
         MultiAgentVectorEnv as MultiAgentVectorEnv,

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from rollflow.nodes import MetricsLogger
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.env.multi_agent.lane_envs import reset_values, step_values
+from rollflow.nodes.env.lane_envs import reset_values, step_values
 from rollflow.nodes.env.observation_check import check_reset, info_given, rewards_of
 from rollflow.nodes.offloaded.fragment_checks import check_whole
 from rollflow.stream.data.column import Column

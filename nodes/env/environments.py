@@ -18,9 +18,9 @@ from rollflow.nodes.env.env_source import (
     lane_makers,
     sizes_of,
 )
+from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, check_alike
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs, check_alike
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv, agents_of
+from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv, agents_of
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, located, shown

@@ -12,7 +12,7 @@ from typing import Any
 from rollflow.nodes.argument_checks import checking_keywords
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, with_kwargs
 from rollflow.nodes.env.environments import AgentEnvSource
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
+from rollflow.nodes.env.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.remote.host_lane import made_lanes, sent_description_of

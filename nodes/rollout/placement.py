@@ -13,7 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.remote.remote_environments import RemoteAgentEnvironments, RemoteEnvironments
 from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, RemoteRollouts
 from rollflow.nodes.env.workers.process_environments import AgentProcesses, ProcessEnvironments

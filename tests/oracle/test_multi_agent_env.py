@@ -11,7 +11,7 @@ from ray.rllib.examples.envs.classes.multi_agent import MultiAgentCartPole
 from ray.rllib.examples.envs.classes.multi_agent.rock_paper_scissors import RockPaperScissors
 from ray.rllib.examples.envs.classes.multi_agent.tic_tac_toe import TicTacToe
 
-from rollflow.nodes.env.multi_agent.lane_envs import MultiAgentEnvs
+from rollflow.nodes.env.lane_envs import MultiAgentEnvs
 
 MAKERS = {
     "cart pole": lambda: MultiAgentCartPole({"num_agents": 3}),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
+from rollflow.nodes.env.multi_agent_env import MultiAgentEnv
 from rollflow.stream.data.tree import leaves_of, map_tree
 
 NUM_ACTIONS = 7

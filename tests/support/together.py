@@ -4,7 +4,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
+from rollflow.nodes.env.multi_agent_env import MultiAgentEnv
 
 
 class Together(MultiAgentEnv):

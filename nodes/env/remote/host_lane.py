@@ -13,8 +13,8 @@ from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import Autoreset, LaneMaker, lane_makers
 from rollflow.nodes.env.environments import agent_makers, check_numbers
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentVectorEnv
+from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
+from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.multi_agent.multi_agent_env import AgentInfos
+from rollflow.nodes.env.multi_agent_env import AgentInfos
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.packing import Drop, can_pack, sendable_info

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
-from rollflow.nodes.env.multi_agent.multi_agent_env import AgentInfos
+from rollflow.nodes.env.lane_envs import LaneEnvs
+from rollflow.nodes.env.multi_agent_env import AgentInfos
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, takes_one_seed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock

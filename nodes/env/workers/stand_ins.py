@@ -7,7 +7,7 @@ import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
+from rollflow.nodes.env.lane_envs import LaneEnvs
 from rollflow.nodes.env.stepping import autoreset_mode
 from rollflow.stream.data.space import describe_space, space_of
 from rollflow.stream.multi_agent.agent_part import AgentPart

@@ -10,7 +10,7 @@ from property_examples import examples
 from wire_ends import refusing
 from wire_messages import TOKEN, agent_rows, agents_hello, first_agent_rows
 
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
+from rollflow.nodes.env.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host_lane import HostLane
 from rollflow.stream.data.errors import WireError

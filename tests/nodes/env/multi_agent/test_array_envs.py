@@ -8,8 +8,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes.env.multi_agent.lane_envs import ArrayEnvs
-from rollflow.nodes.env.multi_agent.multi_agent_env import ArrayStep, MultiAgentVectorEnv
+from rollflow.nodes.env.lane_envs import ArrayEnvs
+from rollflow.nodes.env.multi_agent_env import ArrayStep, MultiAgentVectorEnv
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import map_tree
 

@@ -9,8 +9,8 @@ from mpe2 import simple_spread_v3
 
 from rollflow import MultiAgentRollout
 from rollflow.nodes import RandomModule
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, MultiAgentEnvs
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
+from rollflow.nodes.env.lane_envs import AgentLaneMaker, MultiAgentEnvs
+from rollflow.nodes.env.multi_agent_env import MultiAgentEnv
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.errors import EnvError
 

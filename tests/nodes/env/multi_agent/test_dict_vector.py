@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from property_examples import examples
 from serial_module import at_of
 
-from rollflow.nodes.env.multi_agent.lane_envs import MultiAgentEnvs
+from rollflow.nodes.env.lane_envs import MultiAgentEnvs
 from rollflow.stream.multi_agent.agent_part import VectorStep
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.multi_agent.multi_agent_env import AgentDict, MultiAgentEnv, Told
+from rollflow.nodes.env.multi_agent_env import AgentDict, MultiAgentEnv, Told
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS

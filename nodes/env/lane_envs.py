@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.env.env_source import given_by
-from rollflow.nodes.env.multi_agent.multi_agent_env import (
+from rollflow.nodes.env.multi_agent_env import (
     AgentInfos,
     AgentSpaces,
     ArrayStep,
@@ -23,8 +23,8 @@ from rollflow.nodes.env.multi_agent.multi_agent_env import (
     agent_spaces,
     agents_of,
 )
-from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of, number_of
+from rollflow.nodes.env.petting_zoo import adapted
 from rollflow.nodes.env.stepping import Turn, close_failed, nothing
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError, located, noted, shown

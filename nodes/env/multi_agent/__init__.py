@@ -1,1 +1,0 @@
-"""Environments with several agents, as columns."""
