@@ -9,8 +9,8 @@ from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.rollout.options import RolloutOptions
 from rollflow.nodes.stages.acting import Acting
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.joint_forward import joint_forward
+from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import ring_of
 from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.stream.data.loss_ledger import Ledger
