@@ -7,17 +7,16 @@ from typing import Any
 
 from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteLane
+from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import Replica
-from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, RolloutReport, account_of, progress_of
+from rollflow.nodes.offloaded.rollout_report import HostedLane, LaneProgress, RolloutReport, account_of, progress_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError
-from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.socket_loop import quoted
 from rollflow.stream.wire import Cut, Failed, Fragment, GatewayConnection, Settings, States, Turn, Weights
 
@@ -48,19 +47,15 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     takes_late = True
     steps_while_draining = False
+    remote_of = HostedLane
+    remotes: list[HostedLane]  # type: ignore[assignment]  # as `remote_of` makes them
     fragment_in: Callable[[Fragment, int, str | None], Any]
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
-        self._counts: list[LaneCount] = []
         self._form: Any = None  # of a row of the columns
         self._settings: Settings | None = None  # None: the rollout has not begun
         self._stocks: dict[bytes, _Stock] = {}  # by the token of the host's session
         super().__init__(env, **options)
-
-    def __call__(self, turns: TurnToken) -> TurnToken | None:
-        """Have the lane's host make its next fragment."""
-        turns.fragment = None
-        return self.hand_over(turns)
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every host's connectors take over states before its next turn."""
@@ -80,35 +75,12 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         super().hasten()
         self._cut(self.remotes)
 
-    @property
-    def num_steps(self) -> int:
-        """Transitions that the environments have made, but for those that were lost."""
-        return sum(count.steps + count.unreported for count in self._counts)
-
-    def counted(self) -> Iterable[list[list[Any]]]:
-        """Counts of each lane's stages, and the seconds that a turn is under way, of which nothing is known yet."""
-        now, counted = clock(), []
-        for remote, count in zip(self.remotes, self._counts, strict=False):
-            seconds = (now - count.since) / 1e9 if remote.is_waited else 0.0
-            counted.append([*count.stages, ["rollouts", count.turns, seconds]])
-        return counted
-
-    def describe(self) -> str:
-        """Lanes, slots and where they are, for `explain()`."""
-        return f"{super().describe()}, each with connectors and a copy of the module"
-
-    def close(self) -> None:
-        """Say goodbye to the hosts."""
-        with self._publishing:
-            super().close()
-
     # Dialogue with the hosts
 
     def new_lane(self, index: int, env: Any, first_slot: int) -> TurnToken:
-        self._counts.append(LaneCount())
         return self._token(index, env.num_envs)
 
-    def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
+    def _set_out(self, remote: Any) -> Iterator[Any]:
         """Have a lane that is waited for take its turn; another one is to be handed over first."""
         if remote.is_waited:
             self.ask(remote)
@@ -117,20 +89,17 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         else:
             yield remote.lane
 
-    def ask(self, remote: RemoteLane) -> None:
-        index, count = remote.index, self._counts[remote.index]
+    def ask(self, remote: Any) -> None:
         self._equip(remote.host, is_urgent=self._relay.wants_newest)
-        resets = remote.failures > 0 or not count.reported  # environments are to be made, or reset
-        count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
-        count.turns, count.since = count.turns + 1, clock()
-        turn = Turn(index, self.gateway.next_number(index), remote.lane.step)
+        remote.begin_turn()
+        turn = Turn(remote.index, self.gateway.next_number(remote.index), remote.lane.step)
         self.request(remote, turn, LanePhase.STEPPING)
 
     def progress(self, lane: int) -> ProgressMark:
         """Count by which a lane shows that it gets on, and its activity: a lane that is late has a reset's time."""
-        count = self._counts[lane]
-        resets = count.pulse == count.first_pulse or self.remotes[lane].phase is LanePhase.LATE
-        return count.pulse, Activity.RESET if resets else Activity.STEP
+        remote = self.remotes[lane]
+        resets = remote.pulse == remote.first_pulse or remote.phase is LanePhase.LATE
+        return remote.pulse, Activity.RESET if resets else Activity.STEP
 
     def note(self, event: HostEvent) -> None:
         """Take down how far a host is, and equip one that has another connection."""
@@ -144,30 +113,29 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             case "left":
                 self._stocks.pop(event.host.session.token, None)
 
-    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
+    def take(self, remote: Any, answer: Any) -> Iterator[Any]:
         assert isinstance(answer, Fragment)
-        index = remote.index
-        count, where = self._counts[index], f"fragment {answer.number} of lane {index}"
+        where = f"fragment {answer.number} of lane {remote.index}"
         remote.phase = LanePhase.STEPPING  # also where it was late
         try:
             report = account_of(answer.rest, self._steps_of(remote))
-            count.take(report.start, report.steps, self._steps_of(remote) * self.fragment_length)
+            remote.take(report.start, report.steps, self._steps_of(remote) * self.fragment_length)
             fragment = self._fragment_of(answer, report)
         except WireError as error:
             self._expel(remote.host, error, where)
             return
-        count.steps += report.steps - count.reported
-        count.reported, count.stages = report.steps, report.nodes
+        remote.steps += report.steps - remote.reported
+        remote.reported, remote.stages = report.steps, report.nodes
         self.lost_steps += report.lost_steps
         self._hear(remote, answer, report, where)
         failure = report.failure
         if failure is not None:
             remote.note(f"host {remote.host.name}: {quoted(failure)}")
         if failure is None or fragment.num_rows:
-            count.lost = None
+            remote.lost = None
             remote.lane.take(fragment)
         else:  # there is no fragment: the next one says what was lost
-            count.lost = failure
+            remote.lost = failure
         if failure is None:
             remote.phase, remote.failures = LanePhase.READY, 0
             yield self.come_back(remote)
@@ -176,42 +144,41 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         if remote.is_waited and fragment.num_rows:
             yield self.come_back(remote)
 
-    def failed(self, remote: RemoteLane, answer: Failed) -> None:
+    def failed(self, remote: Any, answer: Failed) -> None:
         """Take note that environments could not be made, or not be reset: no step was under way."""
         remote.phase = LanePhase.RESETTING
-        self._counts[remote.index].lost = f"{answer.type}: {answer.text}"
+        remote.lost = f"{answer.type}: {answer.text}"
 
-    def late(self, remote: RemoteLane, reason: str) -> None:
+    def late(self, remote: Any, reason: str) -> None:
         """Say that a lane is late: it goes on with its fragment, and may come back."""
         remote.note(reason)
         logger.warning("lane %d is late: %s", remote.index, reason)
 
-    def lose(self, remote: RemoteLane, reason: str) -> int:
+    def lose(self, remote: Any, reason: str) -> int:
         """Transitions that the host has told of and not given, and those of a step that was under way."""
-        count = self._counts[remote.index]
-        lost: int = count.unreported
+        lost: int = remote.unreported
         # A step was under way, unless the environments have not begun, or the host has begun none.
         is_asked = remote.phase in (LanePhase.STEPPING, LanePhase.LATE)
-        if is_asked and count.made and not (count.is_in_vain or remote.host.has_drained):
+        if is_asked and remote.made and not (remote.is_in_vain or remote.host.has_drained):
             lost += self._steps_of(remote)
-        count.made = count.reported
+        remote.made = remote.reported
         return lost
 
-    def lose_idle(self, remote: RemoteLane) -> int:
+    def lose_idle(self, remote: Any) -> int:
         """Nothing is lost with a lane whose host left between two turns."""
         return 0
 
-    def has_no_step(self, remote: RemoteLane) -> bool:
+    def has_no_step(self, remote: Any) -> bool:
         """True where a lane makes no step: its host may come back with what was made, as long as it has not left."""
-        return remote.phase is not LanePhase.STEPPING or self._counts[remote.index].is_in_vain
+        return remote.phase is not LanePhase.STEPPING or remote.is_in_vain
 
     # Inside
 
-    def _steps_of(self, remote: RemoteLane) -> int:
+    def _steps_of(self, remote: HostedLane) -> int:
         """The most transitions of a vector step of a lane."""
         return int(remote.num_slots * self.acting.most_agents)
 
-    def _hear(self, remote: RemoteLane, answer: Fragment, report: RolloutReport, where: str) -> None:
+    def _hear(self, remote: HostedLane, answer: Fragment, report: RolloutReport, where: str) -> None:
         """Hand on what a host says beside a fragment."""
         for kind, text in report.deviations:
             self.deviations.add(kind, f"host {remote.host.name}: {quoted(text)}")
@@ -224,11 +191,11 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _fragment_of(self, answer: Fragment, report: RolloutReport) -> Any:
         """The fragment in an answer. Raises WireError where it is none, or not the next one."""
-        lane, count = self.remotes[answer.lane].lane, self._counts[answer.lane]
-        fragment = self.fragment_in(answer, report.seed, count.lost)
+        remote = self.remotes[answer.lane]
+        fragment = self.fragment_in(answer, report.seed, remote.lost)
         for name, number, expected in (
-            ("sequence", fragment.sequence, lane.sequence),
-            ("steps", report.steps, count.reported + fragment.num_steps),
+            ("sequence", fragment.sequence, remote.lane.sequence),
+            ("steps", report.steps, remote.reported + fragment.num_steps),
         ):
             if number != expected:
                 raise WireError(f"{name} is {number}, expected {expected}", "fragment")
@@ -284,7 +251,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def _check_form(self, fragment: Any) -> None:
         """Raise WireError where columns have other forms than in the fragments before."""
 
-    def _cut(self, lanes: Iterable[RemoteLane]) -> None:
+    def _cut(self, lanes: Iterable[Any]) -> None:
         """Have fragments that are being made end now."""
         gateway = self.gateway
         for remote in lanes:
@@ -302,11 +269,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             self._expel(event.host, error, "metrics")
         self.gateway.give_credit(event.host)
 
-    def _take_progress_of(self, remote: RemoteLane, progress: LaneProgress) -> None:
-        count = self._counts[remote.index]
-        count.take(progress.start, progress.steps, self.fragment_length * self._steps_of(remote))
-        is_alive = progress.pulse != count.pulse
-        count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
+    def _take_progress_of(self, remote: HostedLane, progress: LaneProgress) -> None:
+        remote.take(progress.start, progress.steps, self.fragment_length * self._steps_of(remote))
+        is_alive = progress.pulse != remote.pulse
+        remote.pulse, remote.is_in_vain = progress.pulse, progress.is_in_vain
         if is_alive and remote.phase is LanePhase.LATE:
             self.begin(remote, LanePhase.STEPPING)
 

@@ -1,7 +1,7 @@
 """Whole rollouts done elsewhere, in worker processes or on other hosts: their nodes and their ring."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
@@ -65,10 +65,12 @@ class OffloadedRollouts(LaneSource):
     acting    what acts, from `act_with` on: it is copied for lanes that begin
     how       passes are done: what `ModuleForward` takes beside module and weights
     states    of connectors, for lanes to take over; None: there are none
+    remotes   lanes as they are elsewhere, each with transitions in its fragments (`steps`) and beside (`unreported`)
     """
 
     acting: Any
     how: Mapping[str, Any]
+    remotes: Sequence[Any]
     does = "rollout"
 
     def __init__(self, env: Any, **options: Any) -> None:
@@ -98,6 +100,29 @@ class OffloadedRollouts(LaneSource):
         """Have lanes look back so many steps (H); they are where the environments are."""
         self._refuse_if_started("their lookback")
         self.lookback = lookback
+
+    def __call__(self, turns: TurnToken) -> TurnToken | None:
+        """Have the lane's next fragment made where its rollout is."""
+        turns.fragment = None
+        lane: TurnToken | None = self.hand_over(turns)
+        return lane
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made, but for those that were lost."""
+        return sum(remote.steps + remote.unreported for remote in list(self.remotes))
+
+    def describe(self) -> str:
+        """Lanes, slots and what each lane has, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
+
+    def close(self) -> None:
+        """Close what was made here, and let go of what lanes were to be told."""
+        try:
+            super().close()
+        finally:
+            with self._publishing:
+                self._newest, self.states = {}, None
 
     def _release(self) -> None:
         super()._release()
@@ -163,17 +188,13 @@ class OffloadedRollouts(LaneSource):
         self.lanes = [*self.lanes, token]
         return token
 
-    def counted(self) -> Iterable[Sequence[Sequence[Any]]]:
-        """Counts of each lane's stages, as `LaneRollout.report` has them."""
-        raise NotImplementedError
-
     def stages(self, elapsed_s: float) -> list[NodeReport]:
         """Counts of the stages: items of all lanes, times of the average lane's place, calls of the slowest lane."""
         found: dict[str, list[Sequence[Any]]] = {}
         lanes = 0
-        for stages in self.counted():
+        for remote in list(self.remotes):
             lanes += 1
-            for name, *counts in stages:
+            for name, *counts in remote.counted():
                 found.setdefault(name, []).append(counts)
         reports = []
         for name, counted in found.items():

@@ -1,7 +1,7 @@
 """Whole rollouts in worker processes: environments, connectors and copies of the modules in each."""
 
 import selectors
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollflow.nodes.env.workers.frames import FrameKind, frame
@@ -27,6 +27,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
 
     program, link_of = "rollflow.nodes.offloaded.rollout_worker", RolloutLink
     steps_while_draining = False
+    remotes: list[RolloutLink]  # type: ignore[assignment]  # as `link_of` makes them
 
     def __init__(self, env: Any, **options: Any) -> None:
         self._bell = Wakeup()  # rung when there are new weights
@@ -36,14 +37,9 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
         self._begin()
-        for link, env in zip(self._links, self.envs, strict=True):
+        for link, env in zip(self.remotes, self.envs, strict=True):
             link.lane = self._token(link.index, env.num_envs)
             yield link.lane
-
-    def __call__(self, turns: TurnToken) -> TurnToken | None:
-        """Have the lane's worker make its next fragment."""
-        turns.fragment = None
-        return self.hand_over(turns)
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every worker's connectors take over states before its next turn."""
@@ -52,32 +48,10 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
 
     def hasten(self) -> None:
         """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
-        for link in self._links:
+        for link in self.remotes:
             if link.phase in (LanePhase.RESETTING, LanePhase.STEPPING):
                 link.send(frame(FrameKind.DRAIN))
         super().hasten()
-
-    @property
-    def num_steps(self) -> int:
-        """Transitions that the environments have made, but for those that were lost."""
-        return sum(link.steps + link.unreported for link in self._links)
-
-    def counted(self) -> Iterable[list[list[Any]]]:
-        """Counts of each worker's stages, calls under way included."""
-        return [link.counted() for link in self._links]
-
-    def close(self) -> None:
-        """End the worker processes and give back the shared memory."""
-        with self._publishing:
-            try:
-                super().close()
-            finally:
-                self._newest, self.states = {}, None
-                self._bell.close()
-
-    def describe(self) -> str:
-        """Lanes, slots and where they are, for `explain()`."""
-        return f"{super().describe()}, each with connectors and a copy of the module"
 
     def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
         """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""
@@ -93,9 +67,9 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
 
     # Inside
 
-    @property
-    def _links(self) -> list[RolloutLink]:
-        return [link for link in self.remotes if isinstance(link, RolloutLink)]
+    def _end(self) -> None:
+        super()._end()
+        self._bell.close()
 
     def _packed(self, module_id: Any, version: int, weights: Weights) -> SharedBlock:
         return written_block(pack_weights(version, weights, module_id))
@@ -106,7 +80,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def _spread(self) -> Iterator[Any]:
         """Offer every worker the newest weights."""
         self._bell.silence()
-        for link in self._links:
+        for link in self.remotes:
             link.offer()
         return iter(())
 

@@ -6,8 +6,10 @@ from typing import Annotated, Any, NamedTuple
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
+from rollflow.nodes.env.remote.remote_host import RemoteLane
 from rollflow.nodes.offloaded.fragment_checks import MOST
 from rollflow.stream.data.errors import WireError, shown
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.wire.codec import field as checks
 
 _LINE = checks.text(1 << 10)  # a text that is logged
@@ -68,9 +70,9 @@ class LaneProgress(NamedTuple):
     is_in_vain: bool = False
 
 
-@dataclass(slots=True)
-class LaneCount:
-    """Progress of a lane, as its host has told.
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostedLane(RemoteLane):
+    """One lane on a host that does its whole rollout, with its progress, as its host has told.
 
     start       how often its environments were made anew
     steps       transitions in the fragments that have come
@@ -101,6 +103,16 @@ class LaneCount:
     def unreported(self) -> int:
         """Transitions that were made and are in no fragment that has come."""
         return max(0, self.made - self.reported)
+
+    def counted(self) -> list[list[Any]]:
+        """Counts of its stages, and the seconds that a turn is under way, of which nothing is known yet."""
+        seconds = (clock() - self.since) / 1e9 if self.is_waited else 0.0
+        return [*self.stages, ["rollouts", self.turns, seconds]]
+
+    def begin_turn(self) -> None:
+        """Count another turn; environments that are lost, or new, are made or reset in it."""
+        self.first_pulse = self.pulse if self.failures > 0 or not self.reported else -1
+        self.turns, self.since, self.is_in_vain = self.turns + 1, clock(), False
 
     def take(self, start: int, steps: int, most: int) -> None:
         """Take down so many steps since a start, of which `most` fit into a fragment. Raises WireError if not."""

@@ -28,6 +28,7 @@ class HostedNode(LanesElsewhere):
 
     role           of the hosts
     takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
+    remote_of      makes a lane on a host
     gateway        which the hosts are connected to
 
     A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
@@ -46,6 +47,7 @@ class HostedNode(LanesElsewhere):
     late_suffix = ", the resets after ended episodes included"
     role: str
     takes_late = False
+    remote_of: type[RemoteLane] = RemoteLane
     remotes: list[RemoteLane]
     _step_request: Any
     _record_first: Any
@@ -301,7 +303,7 @@ class HostedNode(LanesElsewhere):
         assert index == len(self.remotes)
         lane = self.new_lane(index, env, first_slot)
         self.remotes.append(
-            RemoteLane(index, LanePhase.READY, lane=lane, host=host, num_slots=env.num_envs, first_slot=first_slot)
+            self.remote_of(index, LanePhase.READY, lane=lane, host=host, num_slots=env.num_envs, first_slot=first_slot)
         )
         return self.remotes[-1]
 

@@ -131,7 +131,7 @@ def test_a_host_that_waits_for_others_can_say_how_far_it_is_afterwards(tmp_path:
         joining.start()
         with rollout_over(envs, prefetch=1) as rollout:
             await_held(tmp_path, 0)
-            await_that(lambda: any(count.unreported == 3 for count in rollout.environments._counts))
+            await_that(lambda: any(count.unreported == 3 for count in rollout.environments.remotes))
             let_go(tmp_path, 0)
         ended.set()
         joining.join()

@@ -261,7 +261,7 @@ def test_what_it_says_of_its_progress_is_lost_when_it_leaves() -> None:
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
         raw.next_turn_beside(fragments, taken)
-        count = rollout.environments._counts[1]
+        count = rollout.environments.remotes[1]
         for pulse in range(1, 8):  # each for a credit, which the one before has come back as
             raw.send(Metrics({"lanes": [[1, 0, 2 * pulse, pulse, False]]}))
             taken += taken_until(fragments, lambda more, pulse=pulse: count.pulse == pulse)

@@ -85,7 +85,7 @@ def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
     node, lane = started(partial(Held, 0, tmp_path, steps=[8]), timeouts=Timeouts(step=1.0))
     node(lane)
     come_back(node)
-    link = node.links[0]
+    link = node.remotes[0]
     hand_over = link.step
 
     def hand_over_slowly() -> None:
@@ -137,7 +137,7 @@ def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
     node(lane)
     come_back(node)
     first = lane.fragment
-    os.kill(node._workers[0].pid, signal.SIGKILL)
+    os.kill(node._workers[0].process.pid, signal.SIGKILL)
     come_back(node, 0, until=lambda: "lane 0 is lost" in caplog.text)
     node(lane)
     come_back(node)
@@ -155,7 +155,7 @@ def test_one_that_is_given_up_and_then_killed_comes_back_once(started: Any) -> N
     node.hasten()
     node(lane)
     assert node.in_flight == 1
-    assert list(node._process_lost(0)) == []
+    assert list(node._process_lost(node._workers[0])) == []
     assert list(node.completed()) == [lane]
     assert (node.in_flight, lane.is_set_aside) == (0, True)
 
