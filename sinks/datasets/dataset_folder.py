@@ -130,10 +130,10 @@ class DatasetFolder(LockedFolder):
     def _missing(self) -> DatasetError:
         if self.path.is_file():
             return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
+        if theirs := self._theirs():
+            return theirs
         if (self.path / LOCK).exists():
-            if not any(self.path.glob(f"*/*{_SUFFIX}")):
-                return no_steps(self.path)
-            return DatasetError(f"{self.path} has files of a dataset, but {DESCRIPTION} is missing").see("dataset")
+            return no_steps(self.path)
         return DatasetError(
             f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}, or a dataset of Minari's"
         )
@@ -159,13 +159,17 @@ class DatasetFolder(LockedFolder):
 
     def check_is_own(self) -> None:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
-        if (self.path / DESCRIPTION).exists():
-            return
+        if not (self.path / DESCRIPTION).exists() and (theirs := self._theirs()):
+            raise theirs
+
+    def _theirs(self) -> DatasetError | None:
+        """The error for a folder with files of somebody else; None: it has none."""
         for pattern, owner in _OF_OTHERS.items():
             for found in sorted(self.path.glob(pattern)):
                 name = found.relative_to(self.path)
                 text = f"{self.path} has {name}, as {owner} has, expected a dataset, or a folder without such files"
-                raise DatasetError(text).see("dataset")
+                return DatasetError(text).see("dataset")
+        return None
 
     def remove_left(self) -> list[int]:
         """Remove files that were never committed, which a killed sink has left; return the numbers of the others.

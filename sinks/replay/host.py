@@ -35,7 +35,7 @@ from rollflow.stream.graph.node import out_of_group
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
-from rollflow.stream.net.transport import check_server_tls, transport_for
+from rollflow.stream.net.transport import transport_for
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -331,7 +331,6 @@ class ReplayHost:
         if not isinstance(replay, Replay):
             raise ValueError(f"replay is {shown(replay)}, expected a Replay()")
         every = checked_number("every", every, above=0, most=inf, noun="seconds")
-        check_server_tls(tls)
         self.replay = replay
         self.trainers = wire.parse_address(trainers) if isinstance(trainers, str) else trainers
         self._secret, self._tls, self._limits = secret_bytes(secret), tls, limits or wire.Limits()

@@ -91,7 +91,7 @@ class RowColumns:
         """Raise ReplayError where a fragment's columns, any[rows, N, ...], are of other names or kinds than these."""
         for name in self._kinds.keys() | columns.keys():
             own, tree = self._kinds.get(name), columns.get(name)
-            other = None if tree is None else map_tree(_kind_of_item, tree)
+            other = None if tree is None else map_tree(lambda leaf: (leaf.dtype, leaf.shape[2:]), tree)
             if own != other:
                 raise ReplayError(
                     f"column '{name}': the replay holds {own}, the fragment has {other}; expected fragments of one "
@@ -219,10 +219,6 @@ def _is_packed(name: str, item: Tree) -> bool:
     """True for a column whose items, any[...], are small, and that has no rows of its own, as observations do."""
     is_array = isinstance(item, np.ndarray | np.generic)
     return is_array and name not in (Columns.OBS, Columns.STATE_IN) and item.nbytes <= _PACKED_BYTES
-
-
-def _kind_of_item(leaf: NDArray[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    return leaf.dtype, leaf.shape[2:]
 
 
 def _states_before(states: Tree, fragment: Fragment) -> Tree:

@@ -282,7 +282,7 @@ def test_a_newer_a_damaged_and_a_missing_description_are_refused(path: Path, tmp
     with pytest.raises(DatasetError, match=r"dataset.json can't be read"):
         DatasetSource(path)
     name.unlink()  # which leaves no empty dataset
-    with pytest.raises(DatasetError, match=r"has files of a dataset, but dataset\.json is missing"):
+    with pytest.raises(DatasetError, match=r"has steps/.*, as a dataset without its dataset\.json has"):
         DatasetSource(path)
 
 

@@ -197,44 +197,30 @@ def test_a_state_of_another_sampler_is_refused_by_name() -> None:
 
 
 def test_a_file_mapped_into_memory_gives_the_same_batches(tmp_path: Path) -> None:
-    played = Played(3, 10)
-    here, there = Replay(50, seed=1), Replay(50, seed=1, storage=Storage(path=tmp_path / "rows"))
+    played, path = Played(3, 10), tmp_path / "rows"
+    here, there, other = (Replay(50, seed=1, storage=Storage(path=each)) for each in (None, path, path))
     for fragment in played.fragments:
         here.insert(fragment)
         there.insert(fragment)
+        other.insert(played.fragments[0])  # whose rows are its own, by the same path
         ours, theirs = here.sample(32), there.sample(32)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not list(tmp_path.iterdir())  # it goes with the process
 
 
-def test_a_file_of_somebody_else_is_not_taken_for_rows(tmp_path: Path) -> None:
+def test_rows_whose_file_can_not_be_made_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("print()")
-    replay = Replay(50, storage=Storage(path=tmp_path / "train.py"))
-    with pytest.raises(ReplayError, match=r"train.py'\): a file is there already, expected a path where nothing is"):
-        replay.insert(Played(3, 1).fragments[0])
-    assert (tmp_path / "train.py").read_text() == "print()"
-    with pytest.raises(ReplayError, match=r"a file of [0-9,]+ bytes can't be made: No such file or directory"):
-        Replay(50, storage=Storage(path=tmp_path / "none" / "rows")).insert(Played(3, 1).fragments[0])
-
-
-def test_two_replays_with_one_path_have_rows_of_their_own(tmp_path: Path) -> None:
-    one, other = (Replay(50, seed=1, storage=Storage(path=tmp_path / "rows")) for _ in range(2))
-    first, second = Played(3, 2).fragments
-    one.insert(first)
-    other.insert(second)
-    assert {tuple(each) for each in one.sample(32)["obs"].tolist()} <= {
-        tuple(each) for each in first.gather("obs").tolist()
-    }
-
-
-def test_a_disk_without_room_for_all_rows_is_told_when_they_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ReplayError, match=r"a file of [0-9,]+ bytes can't be made: No space left on device"):
-        Replay(50, storage=Storage(path=tmp_path / "rows")).insert(Played(3, 1).fragments[0])
-    assert not list(tmp_path.iterdir())
+    for name, told in {
+        "train.py": r"train.py'\): a file is there already, expected a path where nothing is",
+        "none/rows": r"a file of [0-9,]+ bytes can't be made: No such file or directory",
+        "full": r"a file of [0-9,]+ bytes can't be made: No space left on device",
+    }.items():
+        with monkeypatch.context() as patch, pytest.raises(ReplayError, match=told):
+            if name == "full":
+                patch.setattr(os, "posix_fallocate", full)
+            Replay(50, storage=Storage(path=tmp_path / name)).insert(Played(3, 1).fragments[0])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"train.py": "print()"}
 
 
 def test_columns_keep_their_types_and_each_observation_stands_once() -> None:
