@@ -70,8 +70,6 @@ def closing_on_error(close: Callable[[], Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        try:
+        with noting_in(error):
             close()
-        except Exception as other:
-            error.add_note(f"closing what had been opened raised as well: {type(other).__name__}: {other}")
         raise
