@@ -109,16 +109,6 @@ def spaces_of(pieces: Pieces, *spaces: gym.Space[Any] | None) -> tuple[gym.Space
     return found[0], found[1]
 
 
-def seen_spaces(pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:
-    """The spaces that the pieces leave: of what the module sees, and of what it chooses."""
-    pipeline = pieces
-    if not isinstance(pieces, ConnectorPipelineV2):
-        pipeline = EnvToModulePipeline(*spaces, connectors=copy.deepcopy(list(pieces or ())))
-    assert isinstance(pipeline, ConnectorPipelineV2)
-    left = pipeline.observation_space, pipeline.action_space
-    return left[0] or spaces[0], left[1] or spaces[1]
-
-
 def settled(pipelines: Sequence[ConnectorPipelineV2], device: Any, *, learns: bool) -> str:
     """Have the pieces use a torch device, and learn or not; the name of a piece that looks back to rewards, or ""."""
     needs_rewards = ""
@@ -441,7 +431,9 @@ class Policy:
         self.trained_on: dict[str, Any] = {}
         self.outputs: Batch = {}
         self._examples = Examples()
-        self.module = acting_copy(module_for(module, None, *seen_spaces(env_to_module, spaces)), device)
+        before = pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=False)
+        seen = before.observation_space or spaces[0], before.action_space or spaces[1]
+        self.module = acting_copy(module_for(module, None, *seen), device)
         stateful = is_stateful(self.module)
         self.env_to_module = pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=stateful)
         self.module_to_env = pipeline_of(ModuleToEnvPipeline, module_to_env, spaces, stateful=stateful)

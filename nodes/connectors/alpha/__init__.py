@@ -390,11 +390,6 @@ class AgentConnectorPipeline(ConnectorPipeline, AgentConnector):
         made: list[AgentConnectorDataType] = self._in_turn(acd_list, _is_agent_list, "a list of AgentConnectorDataType")
         return made
 
-    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-        """Transform the data of a single agent."""
-        (made,) = self([ac_data])
-        return made
-
     def reset(self, env_id: str) -> None:
         for connector in self.connectors:
             connector.reset(env_id)
@@ -416,9 +411,6 @@ class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
             "ActionConnectorDataType with an output of three parts, (actions, states, fetches)",
         )
         return made
-
-    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-        return self(ac_data)
 
 
 def _is_agent_list(item: Any) -> bool:
@@ -667,13 +659,8 @@ class ConnectorPolicy:
         self.module = module
         self.agent_connectors, self.action_connectors = agent_connectors, action_connectors
         self.observation_space, self.action_space = module.observation_space, module.action_space
-        self.config: dict[str, Any] = {}
         self._get_actions = GetActions()
         self._get_actions.set_input_spaces(self.observation_space, self.action_space)
-
-    def get_initial_state(self) -> Any:
-        """The module's state at the start of an episode; empty without one."""
-        return self.module.get_initial_state() if is_stateful(self.module) else {}
 
     def compute_actions_from_input_dict(self, input_dict: dict[str, Any], explore: bool = True) -> PolicyOutputType:
         """Actions any[B, ...], a list of states any[B, ...], and further outputs any[B, ...], of columns any[B, ...].

@@ -7,7 +7,6 @@ import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -85,16 +84,10 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
         self, input_observation_space: Space | None = None, input_action_space: Space | None = None, **kwargs: Any
     ) -> None:
         super().__init__(input_observation_space, input_action_space, **kwargs)
-        parameters = inspect.signature(self.preprocess).parameters
-        kinds = {parameter.kind for parameter in parameters.values()}
+        _, *others = inspect.signature(self.preprocess).parameters.values()
+        needed = [each for each in others if each.default is each.empty or each.name == "episode"]
         # RLlib's older form is `preprocess(observation)` alone. The second parameter may have another name than here.
-        second = next(islice(parameters.values(), 1, None), None)
-        self._by_place = (
-            second is not None
-            and second.kind in (second.POSITIONAL_ONLY, second.POSITIONAL_OR_KEYWORD)
-            and (second.default is second.empty or second.name == "episode")
-        )
-        self._by_name = "episode" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+        self._episode_as = ["episode" if each.kind is each.VAR_KEYWORD else each.name for each in needed[:1]]
 
     @abc.abstractmethod
     def preprocess(self, observation: Any, episode: SingleAgentEpisode) -> Any:
@@ -102,11 +95,7 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
 
     def of_episode(self, episode: SingleAgentEpisode) -> Any:
         preprocess: Any = self.preprocess
-        observation = episode.get_observations(-1)
-        if self._by_place:
-            made = preprocess(observation, episode)
-        else:
-            made = preprocess(observation, episode=episode) if self._by_name else preprocess(observation)
+        made = preprocess(episode.get_observations(-1), **dict.fromkeys(self._episode_as, episode))
         if made is None:
             raise ConnectorError(f"{self.name}: preprocess gave None, expected the observation: does it return it?")
         return made
