@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger as MetricsLogger
     from rollflow.nodes.modules.default_module import DefaultModule as DefaultModule
     from rollflow.nodes.modules.distribution import mask_logits as mask_logits
+    from rollflow.nodes.modules.given_module import RandomModule as RandomModule
     from rollflow.nodes.modules.multi_rl_module import MultiRLModule as MultiRLModule
-    from rollflow.nodes.modules.random_module import RandomModule as RandomModule
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -14,7 +14,13 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow.stream.multi_agent.agent_part": ("AgentPart",),
     },
     "rollflow.nodes": {
-        "rollflow.nodes.connectors.common.batches": ("BatchIndividualItems", "DEFAULT_MODULE_ID", "module_by_module"),
+        "rollflow.nodes.connectors.common.batches": (
+            "BatchIndividualItems",
+            "DEFAULT_MODULE_ID",
+            "NumpyToTensor",
+            "TensorToNumpy",
+            "module_by_module",
+        ),
         "rollflow.nodes.connectors.common.episode_columns": (
             "AddLaneAndSlotToBatch",
             "AddObservationsFromEpisodesToBatch",
@@ -22,7 +28,6 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
             "AddStatesFromEpisodesToBatch",
             "AddTimeDimToBatchAndZeroPad",
         ),
-        "rollflow.nodes.connectors.common.tensors": ("NumpyToTensor", "TensorToNumpy"),
         "rollflow.nodes.connectors.env_to_module.observation_pieces": ("WriteObservationsToEpisodes",),
         "rollflow.nodes.connectors.learner.train_columns": (
             "AddColumnsFromEpisodesToBatch",

@@ -10,7 +10,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
-from rollflow.nodes.modules.weights_codec import to_arrays
+from rollflow.nodes.modules.policy_weights import to_arrays
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import Replica

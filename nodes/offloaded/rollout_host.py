@@ -18,7 +18,7 @@ from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.remote.host_lane import made_lanes, sent_description_of
 from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
-from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
+from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica

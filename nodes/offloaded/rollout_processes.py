@@ -7,8 +7,7 @@ from typing import Any
 from rollflow.nodes.env.workers.frames import FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.worker_node import WorkerNode
-from rollflow.nodes.modules.policy_weights import Weights
-from rollflow.nodes.modules.weights_codec import pack_weights
+from rollflow.nodes.modules.policy_weights import Weights, pack_weights
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import LanePlan, Replica
 from rollflow.nodes.offloaded.rollout_link import RolloutLink

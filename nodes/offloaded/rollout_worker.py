@@ -13,7 +13,7 @@ from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_server import LaneServer, failure
 from rollflow.nodes.env.workers.lane_supervisor import RaisedError
-from rollflow.nodes.modules.weights_codec import unpack_weights
+from rollflow.nodes.modules.policy_weights import unpack_weights
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
 from rollflow.nodes.offloaded.replica import LaneSite

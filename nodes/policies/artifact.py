@@ -18,11 +18,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.connectors.common.tensors import as_array
+from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays, from_arrays, to_arrays
+from rollflow.nodes.modules.policy_weights import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies.artifact_files import (
     CARD,
     PROGRAM_ARRAYS,

@@ -16,14 +16,13 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rollflow.nodes.connectors.common.batches import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems, NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.common.episode_columns import (
     AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
     FrameStacking,
 )
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     FlattenObservations,

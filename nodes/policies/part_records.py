@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.module_to_env.action_pieces import Linear
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2

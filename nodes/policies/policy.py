@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, seeds_of
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
@@ -23,8 +23,8 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
     pieces_within,
 )
 from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.modules.given_module import RandomModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.modules.random_module import RandomModule
 from rollflow.nodes.policies.artifact import (
     Arrays,
     Examples,

@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rollflow.nodes.argument_checks import check_flags, checked_count, checking_keywords
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
-from rollflow.nodes.connectors.common.tensors import as_array
+from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_number, is_whole
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
-from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
+from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Batch, Replay
 from rollflow.sinks.replay.sampled_steps import IDS

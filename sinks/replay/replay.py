@@ -25,7 +25,7 @@ from rollflow.nodes.argument_checks import (
     checking_constructor,
     ids_by_text,
 )
-from rollflow.nodes.connectors.common.tensors import as_array
+from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.pieces import check_order

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.common.tensors import tensor_of
+from rollflow.nodes.connectors.common.batches import tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of

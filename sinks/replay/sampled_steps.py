@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.common.tensors import as_array
+from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.sinks.replay.row_columns import RowColumns
 from rollflow.sinks.replay.row_index import Ints, RowIndex
 from rollflow.sinks.replay.samplers import Draw

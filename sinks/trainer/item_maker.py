@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rollflow.nodes.modules.policy_weights import check_shapes, shapes_of
-from rollflow.nodes.modules.weights_codec import to_arrays
+from rollflow.nodes.modules.policy_weights import check_shapes, shapes_of, to_arrays
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import ModuleError, RollflowError, WireError
 from rollflow.stream.wire import Weights, encode

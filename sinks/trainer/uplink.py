@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Self
 
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
+from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
 from rollflow.stream import wire

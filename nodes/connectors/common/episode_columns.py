@@ -9,8 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.connectors.common.batches import ActingOrLearning, module_by_module, with_leading_axis
-from rollflow.nodes.connectors.common.tensors import as_array
+from rollflow.nodes.connectors.common.batches import ActingOrLearning, as_array, module_by_module, with_leading_axis
 from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import episode_key, is_keyed_by_episode, map_column, single_agent_episodes
 from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of

@@ -21,9 +21,8 @@ from rollflow.nodes.argument_checks import (
     checked_number,
     checking_constructor,
 )
-from rollflow.nodes.connectors.common.batches import BatchIndividualItems, module_by_module
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems, as_array, module_by_module, tensor_of
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
-from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.connectors.stateful import is_stateful

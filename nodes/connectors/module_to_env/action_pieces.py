@@ -13,9 +13,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_number, checking_constructor
-from rollflow.nodes.connectors.common.batches import MEMORIZED, module_by_module, module_of
+from rollflow.nodes.connectors.common.batches import (
+    MEMORIZED,
+    array_of,
+    as_array,
+    module_by_module,
+    module_of,
+    tensor_of,
+)
 from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED
-from rollflow.nodes.connectors.common.tensors import array_of, as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import (
     episode_key,

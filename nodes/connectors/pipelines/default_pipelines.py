@@ -8,13 +8,17 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.common.batches import AgentToModuleMapping, BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import (
+    AgentToModuleMapping,
+    BatchIndividualItems,
+    NumpyToTensor,
+    TensorToNumpy,
+)
 from rollflow.nodes.connectors.common.episode_columns import (
     AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
 )
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch, StepsConnector
 from rollflow.nodes.connectors.list_form import single_agent_episodes

@@ -14,14 +14,19 @@ import optree
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.common.batches import MEMORIZED, BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import (
+    MEMORIZED,
+    BatchIndividualItems,
+    NumpyToTensor,
+    TensorToNumpy,
+    aligned,
+)
 from rollflow.nodes.connectors.common.episode_columns import (
     TIME_RANK_ADDED,
     AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
 )
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy, aligned
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.module_to_env.action_pieces import (
     RACES,

@@ -14,9 +14,8 @@ from property_examples import examples
 
 from rollflow import MultiAgentEpisode, SingleAgentEpisode, nodes
 from rollflow.nodes import AgentToModuleMapping, EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.connectors.common.batches import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems, NumpyToTensor
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.module_to_env.action_pieces import ModuleToAgentUnmapping, UnBatchToIndividualItems
 from rollflow.stream import ConnectorError, ModuleError
 

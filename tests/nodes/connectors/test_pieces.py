@@ -13,9 +13,8 @@ from piece_forms import OneByOne, Torch, call, ongoing
 
 from rollflow import ConnectorV2, RLModule, SingleAgentEpisode
 from rollflow.nodes import ModuleToEnvPipeline, NormalizeAndClipActions
-from rollflow.nodes.connectors.common.batches import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems, NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.learner.train_columns import (
     AddColumnsFromEpisodesToTrainBatch,
 )

@@ -18,7 +18,7 @@ from numbered_module import NumberedModule, numbered_envs
 
 from rollflow import Forward, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import DefaultModule, RandomModule
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 

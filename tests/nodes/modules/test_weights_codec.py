@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.nodes.modules.weights_codec import pack_weights, unpack_weights
+from rollflow.nodes.modules.policy_weights import pack_weights, unpack_weights
 from rollflow.stream import ColumnError
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 3), (0,), (0, 4), (3, 0), (2, 0, 5)]

@@ -17,7 +17,7 @@ from torch import nn
 
 from rollflow import ConnectorV2, Forward, Fragment, FrameStacking, Graph, RLModule, Rollout, Timeouts, Watch
 from rollflow.nodes import EpisodeReturns, LambdaConnector
-from rollflow.nodes.connectors.common.tensors import TensorToNumpy
+from rollflow.nodes.connectors.common.batches import TensorToNumpy
 from rollflow.nodes.env.environments import Environments
 from rollflow.stream import ColumnError, ConnectorError, EnvError, GraphError, Inlet, LagError, ModuleError, RunError
 from rollflow.stream.graph.background import Waiter

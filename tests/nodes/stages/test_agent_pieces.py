@@ -17,7 +17,7 @@ from serial_module import at_of
 
 from rollflow import ConnectorV2, DefaultModelConfig, FrameStacking, MeanStdFilter, RLModule
 from rollflow.nodes import FlattenObservations, LambdaConnector, PrevActionsPrevRewards
-from rollflow.nodes.connectors.common.tensors import TensorToNumpy
+from rollflow.nodes.connectors.common.batches import TensorToNumpy
 from rollflow.stream import ColumnError, EpisodeError
 from rollflow.stream.data.tree import leaves_of
 
