@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -16,6 +17,7 @@ import trustme
 from lane_clock import LaneClock, StoppedClock
 
 from rollflow.stream.net.backoff import waiting
+from rollflow.stream.observe import run_socket
 
 # How long an example takes says nothing of whether it is right.
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
@@ -166,3 +168,10 @@ def stopped_clock() -> Iterator[None]:
     """Have no lane be late, however slow the machine is, but where a child of this process is stopped."""
     with waiting(clock=StoppedClock(), first_pause_s=0.0):
         yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the sockets of the test's runs alone."""
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
+    return tmp_path / "runs"

@@ -11,7 +11,6 @@ from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import Rollout
 from rollflow.cli.main import main
-from rollflow.stream.observe import run_socket
 
 
 @pytest.fixture
@@ -37,13 +36,6 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Says:
         return error
 
     return run
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the sockets of the test's runs alone."""
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
-    return tmp_path / "runs"
 
 
 @pytest.fixture

@@ -15,16 +15,12 @@ from places import PLACES
 
 from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import RandomModule
-from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.run_socket import snapshots
 
 STAGES = ["env", "env_to_module", "module", "module_to_env"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
-    return tmp_path / "runs"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def rollout_of(**options: Any) -> Rollout:

@@ -25,7 +25,6 @@ from stalled_rollouts import OPTIONS, await_blocker, await_bottleneck, await_end
 from rollflow import MultiAgentRollout, RemoteEnvs, Rollout, Watch
 from rollflow.nodes import RandomModule
 from rollflow.stream import StallError
-from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.run_socket import snapshots
 from rollflow.stream.observe.stacks import is_debugged_now
 
@@ -42,6 +41,8 @@ ENVS = {
     "hosted rollouts": f"rollouts {HOST}",
 }
 HERE = ["inline", "ahead", "threads"]
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 class Fault(NamedTuple):
@@ -104,11 +105,6 @@ def held_rollout(name: str, place: str, folder: Path) -> Iterator[Any]:
     ):
         await_held(folder, 0)
         yield rollout
-
-
-@pytest.fixture(autouse=True)
-def _own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
 
 
 @pytest.mark.parametrize(("name", "place"), [(name, place) for name, fault in FAULTS.items() for place in fault.places])

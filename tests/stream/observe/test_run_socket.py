@@ -54,10 +54,7 @@ class Run:
         return self.said
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
-    return tmp_path / "runs"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @contextmanager
