@@ -1,6 +1,5 @@
 """Drawings of a graph: an explanation of how it will run, and its shape as plain values."""
 
-from inspect import getattr_static
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +78,16 @@ def run_snapshot(graph: "Graph", report: Report, diagnosis: Diagnosis) -> dict[s
     """
     found, drawn = report.as_dict(), shape(graph)
     for name, spec in graph.nodes.items():
-        error = _last_error(spec.node)
-        if error is not None and name in found["nodes"]:
+        error = getattr(spec.node, "last_error", None)  # of a user's node the name may mean something else
+        if isinstance(error, LastError) and name in found["nodes"]:
             found["nodes"][name]["last_error"] = error._asdict()
     names = [edge.name for edge in (*graph.edges, *graph.outputs.values())]
     edges = [edge | found["edges"].get(name, {}) for name, edge in zip(names, drawn["edges"], strict=True)]
     readers = [name for name in (LEARNER, CALLER) if name in found["nodes"] and name not in graph.nodes]
     if readers:
         edges = [edge | ({"target": readers[0]} if edge["is_output"] else {}) for edge in edges]
-        edges += [_chained(source, target) for source, target in pairwise(readers)]
+        chained = {"port": "out", "feedback": False, "is_output": False}
+        edges += [{"source": source, "target": target, **chained} for source, target in pairwise(readers)]
     parties = [
         {**{key: getattr(wait, key) for key in ("name", "kind", "doing", "age_s")}, "on": list(wait.on)}
         for wait in diagnosis.parties
@@ -100,15 +100,3 @@ def run_snapshot(graph: "Graph", report: Report, diagnosis: Diagnosis) -> dict[s
         "parties": parties,
         "diagnosis": {"state": diagnosis.state, "text": str(diagnosis), "waited_s": diagnosis.waited_s},
     }
-
-
-def _chained(source: str, target: str) -> dict[str, Any]:
-    return {"source": source, "target": target, "port": "out", "feedback": False, "is_output": False}
-
-
-def _last_error(node: Any) -> LastError | None:
-    """What went wrong last in one of rollflow's own nodes; in a user's, the name may mean something else."""
-    declared = getattr_static(type(node), "last_error", None)
-    is_ours = isinstance(declared, property) and str(getattr(declared.fget, "__module__", "")).startswith("rollflow.")
-    error = node.last_error if is_ours else None
-    return error if isinstance(error, LastError) else None
