@@ -184,26 +184,24 @@ class EnvChunks:
 
     def __init__(self, fragment: MultiAgentFragment, runs: NDArray[np.int32]) -> None:
         clock, last = fragment.clock, fragment.clock.first + fragment.num_rows
-        rows = []
+        rows, self._ids, self.lost = [], list[str](), list[str | None]()
         for env in range(fragment.num_envs):
             for nth in range(clock.count(env)):
                 start, ended = clock.start(env, nth), clock.end_of(env, nth)
                 begin, end = max(clock.first, start), last if ended is None else ended[0]
                 if begin < end:
-                    rows.append((env, nth, start, begin, end, int(clock.numbers[env]) + nth))
-        table = np.array(rows, np.int64).reshape(-1, 6)
-        self._envs, nths, self.start, begins, self.end, numbers = map(np.ascontiguousarray, table.T)
-        self.slots = np.array([fragment.env_slot(env) for env in self._envs.tolist()], np.int64)
+                    key = env, int(clock.numbers[env]) + nth
+                    data = fragment.custom_data.get(key, {})
+                    how = ended[1] if ended is not None and "cut" not in data else None  # whether it was truncated
+                    is_terminated = how is not None and not how
+                    rows.append((env, fragment.env_slot(env), start, begin, end, is_terminated, bool(how)))
+                    self._ids.append(fragment.episode_id(*key))
+                    self.lost.append(None if ended is None else data.get("lost"))
+        table = np.array(rows, np.int64).reshape(-1, 7)
+        self._envs, self.slots, self.start, begins, self.end, terminated, truncated = np.ascontiguousarray(table.T)
+        self.terminated, self.truncated = terminated.astype(np.bool_), truncated.astype(np.bool_)
         self.lane, self.runs = fragment.lane, np.broadcast_to(runs, len(self.slots))
         self.lengths, self.t_started, self.totals = self.end - begins, begins - self.start, np.zeros_like(begins)
-        keys = list(zip(self._envs.tolist(), numbers.tolist(), strict=True))
-        ends = [clock.end_of(*key) for key in zip(self._envs.tolist(), nths.tolist(), strict=True)]
-        kept = [fragment.custom_data.get(key, {}) for key in keys]
-        ended = np.array([each is not None for each in ends]) & np.array(["cut" not in each for each in kept])
-        truncated = np.array([each is not None and each[1] for each in ends])
-        self.terminated, self.truncated = ended & ~truncated, ended & truncated
-        self.lost = [data.get("lost") if end is not None else None for data, end in zip(kept, ends, strict=True)]
-        self._ids = [fragment.episode_id(*key) for key in keys]
         self.nbytes = table.nbytes
 
     def ids(self) -> list[str]:

@@ -51,6 +51,7 @@ _FIELDS = [
     ("has_ended", np.bool_),  # whether the episode ended with this chunk
     ("is_whole", np.bool_),  # whether all steps of the episode before it were kept when it came
 ]
+_RECORD = np.dtype(_FIELDS, align=True)
 
 
 class ChunkTable:
@@ -61,7 +62,7 @@ class ChunkTable:
 
     def __init__(self) -> None:
         self.begin = self.end = 0
-        self._records = np.zeros(1024, _FIELDS)  # a power of two: chunk number n stands in place n modulo this
+        self._records = np.zeros(1024, _RECORD)  # a power of two: chunk number n stands in place n modulo this
 
     def read(self, field: str, numbers: Any) -> Any:
         """A field of the chunks with these numbers, which are all kept: an array of the shape of `numbers`."""
@@ -80,7 +81,7 @@ class ChunkTable:
         while self.end + count - self.begin > size:
             size *= 2
         if size > len(self._records):
-            kept, grown = self.numbers(), np.zeros(size, _FIELDS)
+            kept, grown = self.numbers(), np.zeros(size, _RECORD)
             grown[kept & (size - 1)] = self._records[kept & (len(self._records) - 1)]
             self._records = grown
         for name, values in fields.items():
