@@ -9,6 +9,7 @@ from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from rollflow.nodes.connectors.common.batches import AgentToModuleMapping as AgentToModuleMapping
+    from rollflow.nodes.connectors.connector_v2 import LambdaConnector as LambdaConnector
     from rollflow.nodes.connectors.env_to_module.observation_pieces import (
         FlattenObservations as FlattenObservations,
         MultiAgentObservationPreprocessor as MultiAgentObservationPreprocessor,
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
         PrevActionsPrevRewards as PrevActionsPrevRewards,
         SingleAgentObservationPreprocessor as SingleAgentObservationPreprocessor,
     )
-    from rollflow.nodes.connectors.lambda_connector import LambdaConnector as LambdaConnector
     from rollflow.nodes.connectors.learner.train_columns import (
         AddNextObservationsFromEpisodesToTrainBatch as AddNextObservationsFromEpisodesToTrainBatch,
         ClipRewards as ClipRewards,
@@ -54,6 +54,6 @@ if TYPE_CHECKING:
     from rollflow.nodes.modules.default_module import DefaultModule as DefaultModule
     from rollflow.nodes.modules.distribution import mask_logits as mask_logits
     from rollflow.nodes.modules.given_module import RandomModule as RandomModule
-    from rollflow.nodes.modules.multi_rl_module import MultiRLModule as MultiRLModule
+    from rollflow.nodes.modules.rl_module import MultiRLModule as MultiRLModule
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

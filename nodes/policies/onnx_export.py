@@ -46,8 +46,8 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
 )
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
+from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.artifact import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
 from rollflow.nodes.policies.program import exported

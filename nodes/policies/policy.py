@@ -22,9 +22,9 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
     ModuleToEnvPipeline,
     pieces_within,
 )
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.given_module import RandomModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.artifact import (
     Arrays,
     Examples,

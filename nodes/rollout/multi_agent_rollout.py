@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.metrics.episode_returns import AgentReturns
-from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
+from rollflow.nodes.modules.rl_module import MultiRLModule
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate, evaluate_agents
 from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all

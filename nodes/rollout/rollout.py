@@ -12,11 +12,11 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
     LearnerConnectorPipeline,
     ModuleToEnvPipeline,
 )
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.env.env_source import EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.modules.policy_weights import Weights
+from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
 from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords

@@ -12,9 +12,9 @@ import torch
 from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Races
 from rollflow.nodes.modules.policy_weights import PolicyWeights
+from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.stages.connector_builders import acting_copy, module_for, pieces_given
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward

@@ -12,10 +12,9 @@ import torch
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.given_module import RandomModule
-from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.modules.rl_module import MultiRLModule, is_stateful
 from rollflow.nodes.stages.acting import check_actions, chosen_space, kind_of_state, left_by, one_of, sampling_data
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
 from rollflow.nodes.stages.connector_builders import acting_copy, module_for, pieces_given

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import anyio
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import shapes_of
+from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout

@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import episode_key, id_in_keys, is_keyed_by_episode, single_agent_episodes
-from rollflow.nodes.connectors.stateful import max_seq_len_of
+from rollflow.nodes.modules.rl_module import max_seq_len_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees

@@ -12,7 +12,7 @@ from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.connectors.common.batches import ActingOrLearning, as_array, module_by_module, with_leading_axis
 from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import episode_key, is_keyed_by_episode, map_column, single_agent_episodes
-from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
+from rollflow.nodes.modules.rl_module import is_stateful, max_seq_len_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError
 from rollflow.stream.data.space import map_space

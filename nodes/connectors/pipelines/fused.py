@@ -40,9 +40,8 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     rules_all_out,
     slots_with_nan,
 )
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Categorical, DiagGaussian, DistributionType, JointRaces, Races
-from rollflow.nodes.modules.rl_module import RLModule
+from rollflow.nodes.modules.rl_module import RLModule, is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree
