@@ -343,13 +343,11 @@ class Run:
             return next(_outcome(function, *args))
 
         meter = self.counters.nodes[spec.name]
-        if not spec.is_async:  # which lives all the time
-            meter.begin_life()
+        meter.begin_life()
         try:
             output, error = await anyio.to_thread.run_sync(here, limiter=limiter)
         finally:
-            if not spec.is_async:
-                meter.end_life()
+            meter.end_life()
         try:
             if error is not None:
                 note_node(error, spec.name)

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 _ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes
@@ -15,20 +15,20 @@ class Wakeup:
     """A descriptor that is readable from a call of `ring`, in any thread, until `silence` is called."""
 
     def __init__(self) -> None:
+        closing = ExitStack()
         if hasattr(os, "eventfd"):
             fd = self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            closing.callback(os.close, fd)
             self._write, self._read = partial(os.write, fd, _ONE), partial(os.read, fd, 4096)
-            closing: list[Callable[[], None]] = [partial(os.close, fd)]
         else:  # sockets: on some systems nothing else can be waited for
-            ends = there, here = socket.socketpair()
-            for end in ends:
-                end.setblocking(False)
+            there, here = map(closing.enter_context, socket.socketpair())
+            there.setblocking(False)
+            here.setblocking(False)
             self._fd = here.fileno()
             self._write, self._read = partial(there.send, _ONE), partial(here.recv, 4096)
-            closing = [end.close for end in ends]
         self._is_rung = False  # whether the descriptor is readable: saves system calls
         self._lock = threading.RLock()
-        self._closing = weakref.finalize(self, _call_all, closing)
+        self._closing = weakref.finalize(self, closing.close)
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -54,8 +54,3 @@ class Wakeup:
         """Close the descriptors."""
         with self._lock:
             self._closing()
-
-
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
