@@ -97,9 +97,9 @@ def check_ends(fragment: Fragment) -> None:
     chunks = fragment.chunks
     ends = set(zip(chunks.stop.tolist(), chunks.slot.tolist(), strict=True))
     for final in fragment.finals:
-        for slot in final.slots.tolist():
-            if (final.row + 1, slot) not in ends:
-                raise wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
+        for row, slot in final.keys():
+            if (row + 1, slot) not in ends:
+                raise wrong(f"finals: no episode of slot {slot} ends in row {row}, expected one")
 
 
 def check_whole(name: str, value: Any, least: int, most: int) -> None:
@@ -148,18 +148,16 @@ def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int
 
 
 def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:
-    rows, counts, who = finals["rows"], finals["counts"], finals["slots"]
-    if not isinstance(rows, list) or not isinstance(counts, list) or len(rows) != len(counts):
-        raise wrong(f"finals: rows are {shown(rows)} and counts {shown(counts)}, expected lists of one length")
-    for row, count in zip(rows, counts, strict=True):
-        check_whole("finals: row", row, first, last - 1)
-        check_whole("finals: count", count, 1, slots)
-    check_array("finals: slots", who, np.int64, (sum(counts),), 0, slots - 1)
-    map_tree(partial(_check_items, "finals"), finals["observations"], row_of(space, sum(counts)))
-    if finals["infos"] is not None:
-        _check_infos("finals: infos", finals["infos"], len(rows), slots)
-        if len(finals["infos"]) != len(rows):
-            raise wrong(f"finals: infos of {len(finals['infos'])} rows, expected {len(rows)}")
+    count, counts, infos = len(finals["rows"]), finals["counts"], finals["infos"]
+    check_array("finals: rows", finals["rows"], np.int64, (count,), first, last - 1)
+    check_array("finals: slots", finals["slots"], np.int64, (count,), 0, slots - 1)
+    map_tree(partial(_check_items, "finals"), finals["observations"], row_of(space, count))
+    if infos is not None:
+        _check_infos("finals: infos", infos, count, slots)
+        if not all(map(is_whole, counts)) or min(counts, default=0) < 0 or sum(counts) != count:
+            raise wrong(f"finals: counts are {shown(counts)}, expected those of {count} observations")
+        if len(infos) != len(counts):
+            raise wrong(f"finals: infos of {len(infos)} rows, expected {len(counts)}")
 
 
 def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:

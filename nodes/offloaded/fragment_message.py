@@ -197,7 +197,7 @@ def _joined(finals: list[Final]) -> Plain:
     """All last observations as one tree: there may be hundreds."""
     infos = [each.infos for each in finals]
     return {
-        "rows": [each.row for each in finals],
+        "rows": np.concatenate([np.broadcast_to(each.rows, each.slots.shape) for each in finals]),
         "counts": [len(each.slots) for each in finals],
         "slots": np.concatenate([each.slots for each in finals]),
         "observations": concatenate_trees([each.observations for each in finals]),
@@ -349,12 +349,12 @@ def _complete(fragment: Fragment, fields: Mapping[str, Any]) -> None:
 
 
 def _finals_of(fields: Plain) -> list[Final]:
-    slots, observations, finals, begin = fields["slots"], fields["observations"], [], 0
-    for index, (row, count) in enumerate(zip(fields["rows"], fields["counts"], strict=True)):
-        end = begin + count
-        items = map_tree(lambda leaf, begin=begin, end=end: leaf[begin:end], observations)
-        finals.append(Final(row, slots[begin:end], items, {} if fields["infos"] is None else fields["infos"][index]))
-        begin = end
+    infos, counts, begin, finals = fields["infos"], fields["counts"], 0, []
+    for count, each in [(len(fields["slots"]), {})] if infos is None else zip(counts, infos, strict=True):
+        part = slice(begin, begin + count)
+        observations = map_tree(lambda leaf, part=part: leaf[part], fields["observations"])
+        finals.append(Final(fields["rows"][part], fields["slots"][part], observations, each))
+        begin = part.stop
     return finals
 
 

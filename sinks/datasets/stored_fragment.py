@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps, mark_end
-from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree, map_tree, tree_at
-from rollflow.stream.fragments.fragment import ChunkIndex, Fragment, FragmentLayout
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout
 
 
 class StoredColumns(Mapping[str, Column]):
@@ -89,8 +88,9 @@ class StoredFragment(Fragment):
         self.runs: Ints = store.runs[episodes]
         start, stop = np.maximum(starts, begin), np.minimum(stops, end)
         is_end = stop == stops
-        self._ended = np.flatnonzero(is_end)
-        self._last_obs = map_tree(lambda leaf: leaf[at][self._ended], block.steps.last_obs)
+        ended = np.flatnonzero(is_end)
+        last_obs = map_tree(lambda leaf: leaf[at][ended], block.steps.last_obs)
+        self.finals = [Final(stop[ended] - 1 - first, np.zeros_like(ended), last_obs, {})]
         looks_back = np.zeros_like(start)
         looks_back[0] = before
         self.chunks = ChunkIndex(
@@ -108,7 +108,7 @@ class StoredFragment(Fragment):
             rows = self.chunks.start[begins]
             states = map_tree(lambda leaf: leaf[at][begins], block.steps.initial)
             self.record_starts(rows, np.zeros_like(rows), states)
-        for place, episode in zip(self._ended.tolist(), episodes[is_end].tolist(), strict=True):
+        for place, episode in zip(ended.tolist(), episodes[is_end].tolist(), strict=True):
             is_cut = bool(block.is_cut[at.start + place])
             mark_end(self.custom_data, (0, place), is_cut=is_cut, lost=store.lost.get(episode))
 
@@ -123,18 +123,6 @@ class StoredFragment(Fragment):
     def nbytes(self) -> int:
         """Bytes in the columns."""
         return self.columns.nbytes if isinstance(self.columns, StoredColumns) else super().nbytes
-
-    def last_observations(self) -> Tree:
-        """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
-        rows = self.chunks.stop
-        observations = map_tree(lambda leaf: leaf[rows, 0], self.columns[Columns.OBS].tree)
-        map_tree(lambda leaf, last: leaf.__setitem__(self._ended, last), observations, self._last_obs)
-        return observations
-
-    @cached_property
-    def _final_items(self) -> dict[tuple[int, int], tuple[Tree, Mapping[str, Any]]]:
-        rows = (self.chunks.stop[self._ended] - 1).tolist()
-        return {(row, 0): (tree_at(self._last_obs, place), {}) for place, row in enumerate(rows)}
 
     def describe(self) -> str:
         """A text of the steps, for errors."""

@@ -61,12 +61,17 @@ class ChunkIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Final:
-    """Last observations and infos of the K episodes that ended in one row, where obs[row + 1] lacks them."""
+    """Last observations and infos of K episodes that have ended, where obs[row + 1] lacks them."""
 
-    row: int
+    rows: NDArray[np.int64] | int  # i64[K] of the last steps, or the one row of all
     slots: NDArray[np.int64]  # i64[K]
     observations: Tree  # any[K, ...]
     infos: Mapping[str, Any]  # gymnasium's vector form, over all slots
+
+    def keys(self) -> list[tuple[int, int]]:
+        """Row and slot of each episode."""
+        rows = np.broadcast_to(self.rows, self.slots.shape)
+        return list(zip(rows.tolist(), self.slots.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +239,7 @@ class Fragment:
             at = np.full((self.last_row + 1, self.layout.num_slots), -1)
             at[chunks.stop, chunks.slot] = np.arange(len(chunks.slot))
             for final in self.finals:
-                places = at[final.row + 1, final.slots]
+                places = at[final.rows + 1, final.slots]
                 last = final.observations
                 if places.min(initial=0) < 0:  # a view of one module's chunks has the ends of others as well
                     here = places >= 0
@@ -493,9 +498,9 @@ class Fragment:
     def _final_items(self) -> dict[tuple[int, int], tuple[Tree, Mapping[str, Any]]]:
         """(row, slot) of an end -> the episode's last observation, a tree of `any[...]`, and its vector infos."""
         return {
-            (final.row, int(slot)): (map_tree(lambda leaf, i=i: leaf[i], final.observations), final.infos)
+            key: (tree_at(final.observations, place), final.infos)
             for final in self.finals
-            for i, slot in enumerate(final.slots)
+            for place, key in enumerate(final.keys())
         }
 
 

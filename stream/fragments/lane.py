@@ -315,7 +315,7 @@ class SlotLane:
         """End the connector pieces' turn on the episodes that ended in the last step."""
         ended, self.ended = self.ended, None
         if ended is not None:
-            self.fragment.finals += ended.finals(self._column)
+            self.fragment.finals.append(ended.final(self._column))
 
     def release(self) -> None:
         """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""

@@ -333,7 +333,7 @@ class EndedEpisodes(LaneEpisodes):
         return slot in self.shown
 
     def settle(self, space: gym.Space[Any] | None) -> None:
-        with suppress(ColumnError):  # different shapes: the next piece may make them equal, or `finals` refuses them
+        with suppress(ColumnError):  # different shapes: the next piece may make them equal, or `final` refuses them
             super().settle(space)
 
     def take(self, shown: LaneEpisodes) -> None:
@@ -341,16 +341,9 @@ class EndedEpisodes(LaneEpisodes):
         for slot in filter(self.shows, shown.slots.tolist()):
             self.set_observation(slot, shown.observation(slot))
 
-    def finals(self, column: Column) -> list[Final]:
-        """Records of the last observations, in the dtypes of their column. Raises ColumnError where they don't fit."""
-        last, rows = column.cast(column.whole(self.newest()), len(self)), self.rows
-        if isinstance(rows, int):
-            return [Final(rows, self.slots, last, self.infos)]
-        return [
-            Final(row, self.slots[at], map_tree(lambda leaf, at=at: leaf[at], last), self.infos)
-            for row in np.unique(rows).tolist()
-            for at in [np.flatnonzero(rows == row)]
-        ]
+    def final(self, column: Column) -> Final:
+        """Record of the last observations, in the dtypes of their column. Raises ColumnError where they don't fit."""
+        return Final(self.rows, self.slots, column.cast(column.whole(self.newest()), len(self)), self.infos)
 
 
 def _read_only(leaf: NDArray[Any]) -> NDArray[Any]:

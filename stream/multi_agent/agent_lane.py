@@ -151,9 +151,8 @@ class AgentLane(SlotLane):
         fragment.ends.update(zip(zip(ends.tolist(), cut.tolist(), strict=True), seen, strict=True))
         # The first observations and infos of the next episodes will overwrite these.
         infos = self._remove_infos(slots, rows)
-        for row in np.unique(ends).tolist():
-            of_row = cut[ends == row]
-            fragment.finals.append(Final(row, of_row, self._column.items(row + 1, of_row), infos))
+        if len(cut):
+            fragment.finals.append(Final(ends, cut, self._column.items(ends + 1, cut), infos))
         for row in np.unique(rows).tolist():
             fragment.losses.append(Loss(row, slots[rows == row], cut[ends == row - 1], reason))
         for slot in cut.tolist():
@@ -440,10 +439,9 @@ class AgentLane(SlotLane):
         rows = self.at[slots] - 1
         self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))
         is_without = ~np.isin(slots, came)
-        for row in np.unique(rows[is_without]).tolist():
-            alike = slots[is_without & (rows == row)]
-            before = self.fragment.columns[Columns.OBS].items(np.full_like(alike, row), alike)
-            self.fragment.finals.append(Final(row, alike, before, {}))
+        if is_without.any():
+            places = rows[is_without], slots[is_without]
+            self.fragment.finals.append(Final(*places, self._column.items(*places), {}))
         self.episode_number[slots] += 1
         self.lives[slots] = False
 

@@ -59,7 +59,7 @@ def ended_too_early(answer: Answer) -> Answer:
     """With last observations in a row in which no episode ends."""
     going = ~(np.asarray(answer.columns["terminateds"]) | np.asarray(answer.columns["truncateds"])).any(axis=1)
     row = next(row for row in range(1, 8) if going[row])
-    last = {"rows": [row], "counts": [2], "slots": np.arange(2), "observations": np.zeros((2, 3), np.int64)}
+    last = {"rows": np.full(2, row), "counts": [2], "slots": np.arange(2), "observations": np.zeros((2, 3), np.int64)}
     return rest(finals={**last, "infos": None})(answer)
 
 
@@ -86,8 +86,8 @@ NONSENSE: dict[str, tuple[Change, str]] = {
         r"episode_number is an array int64\[2\], expected numbers from 0",
     ),
     "finals of nonsense": (
-        rest(finals={"rows": [0], "counts": [5], "slots": 3}),
-        "finals: row is 0, expected .* 1 to 8",
+        rest(finals={"rows": np.zeros(1, np.int64), "counts": [5], "slots": 3, "infos": None}),
+        r"finals: rows is .*, expected numbers from 1 to 8",
     ),
     "finals of episodes that do not end": (
         ended_too_early,
