@@ -1,6 +1,7 @@
 """Episodes of environments with several agents, assembled from the columns of a lane or of a fragment."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,11 +35,7 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> MultiA
     started, end = clock.start(env, nth), clock.end_of(env, nth)
     stop = clock.first + fragment.num_rows if end is None else end[0]
     key = env, int(clock.numbers[env]) + nth
-    timelines = {
-        agent: timeline
-        for part in fragment.parts
-        for agent, timeline in _sealed_timelines(fragment, part, env, nth, started, stop)
-    }
+    timelines = chain.from_iterable(_sealed_timelines(clock, part, env, nth, started, stop) for part in fragment.parts)
     episode = _made(MultiAgentEpisode, fragment.parts, clock, env, nth, stop, timelines)
     episode.custom_data.update(fragment.custom_data.get(key, {}))
     episode.lane, episode.slot = fragment.lane, fragment.env_slot(env)
@@ -50,11 +47,9 @@ def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMu
     clock, now = lane.clock, lane.vector_steps
     nth = clock.count(env) - 1 - has_ended
     started, key = clock.start(env, nth), (env, int(clock.numbers[env]) + nth)
-    timelines = {
-        agent: timeline
-        for part in lane.parts
-        for agent, timeline in _live_timelines(part, env, started, now, has_ended=has_ended)
-    }
+    timelines = chain.from_iterable(
+        _live_timelines(each, env, started, now, has_ended=has_ended) for each in lane.parts
+    )
     parts = [part.fragment for part in lane.parts]
     episode = _made(LiveMultiAgentEpisode, parts, clock, env, nth, now, timelines)
     episode.custom_data = lane.custom_data.setdefault(key, {})
@@ -87,20 +82,21 @@ def _made(
     env: int,
     nth: int,
     stop: int,
-    timelines: dict[Any, AgentTimeline],
+    of_agents: Iterable[AgentTimeline],
 ) -> E:
     """An episode with its agents, its place on the clock of env steps, and its end.
 
     stop    vector step at which it ends
     """
-    started, of_agents = clock.start(env, nth), [(agent, each.part) for each in parts for agent in each.part.agents]
+    started, all_agents = clock.start(env, nth), [(agent, each.part) for each in parts for agent in each.part.agents]
+    timelines = {timeline.episode.agent_id: timeline for timeline in of_agents}
     awaited = _awaited(parts, env, started, stop, timelines)
     begin = max(clock.first, started) - started
     oldest = min((timeline.observed_at[0] for timeline in timelines.values()), default=begin)
     episode = kind(
         clock.episode_id(env, int(clock.numbers[env]) + nth),
-        observation_space={agent: part.observation_space for agent, part in of_agents},
-        action_space={agent: part.recorded_space for agent, part in of_agents},
+        observation_space={agent: part.observation_space for agent, part in all_agents},
+        action_space={agent: part.recorded_space for agent, part in all_agents},
         env_t_started=begin,
         agent_episode_ids={agent: timeline.episode.id_ for agent, timeline in timelines.items()},
         agent_module_ids={agent: timeline.episode.module_id for agent, timeline in timelines.items()},
@@ -117,13 +113,10 @@ def _made(
 # Timelines of a lane's agents
 
 
-def _live_timelines(
-    part: "AgentLane", env: int, started: int, now: int, *, has_ended: bool
-) -> Iterator[tuple[Any, AgentTimeline]]:
-    """The agents of one part that live or have just ended, with their timelines."""
+def _live_timelines(part: "AgentLane", env: int, started: int, now: int, *, has_ended: bool) -> Iterator[AgentTimeline]:
+    """The agents of one part that live or have just ended."""
     first = env * len(part.part.agents)
-    for place, agent in enumerate(part.part.agents):
-        slot = first + place
+    for slot in range(first, first + len(part.part.agents)):
         ends = part.has_ended(slot)
         if not ends and (has_ended or not part.lives[slot]):
             continue
@@ -135,50 +128,45 @@ def _live_timelines(
         if not ends and part.waits[slot]:
             timeline.pending = part.fragment_for(int(part.module[slot])).action_in(row, slot)
             timeline.received = {now - started - 1: part.received[slot]}
-        yield agent, timeline
+        yield timeline
 
 
 # Timelines of a fragment's agents
 
 
 def _sealed_timelines(
-    fragment: "MultiAgentFragment", part: "AgentFragment", env: int, nth: int, started: int, stop: int
-) -> Iterator[tuple[Any, AgentTimeline]]:
-    """The agents of one part that were in an episode, with their timelines."""
-    first_slot = env * len(part.part.agents)
-    chunks, clock = part.chunks, fragment.clock
+    clock: "EnvClock", part: "AgentFragment", env: int, nth: int, started: int, stop: int
+) -> Iterator[AgentTimeline]:
+    """The agents of one part that were in an episode."""
+    first_slot, chunks = env * len(part.part.agents), part.chunks
     low, high = np.searchsorted(chunks.slot, [first_slot, first_slot + len(part.part.agents)])
     with_steps = set()
     for index in range(int(low), int(high)):
         slot, start = int(chunks.slot[index]), int(chunks.start[index])
         if clock.nth(env, int(part.clock[start, slot])) != nth:
             continue
-        module_id = part.module_ids[int(part.chunk_modules[index])]
-        timeline = _timeline(part, part.of_module(module_id).chunk_at(start, slot), slot, int(chunks.stop[index]))
+        view = part.of_module(part.module_ids[int(part.chunk_modules[index])])
         with_steps.add(slot)
-        yield _on_episode_clock(part, slot, module_id, timeline, started, stop)
+        yield _timeline(part, view.chunk_at(start, slot), slot, int(chunks.stop[index]), started, stop)
     for slot in range(first_slot, first_slot + len(part.part.agents)):
         row = int(part.stops[slot])
         if slot in with_steps or not (part.waits[slot] or part.acts[slot]):
             continue
         if clock.nth(env, int(part.clock[row, slot])) == nth:
-            timeline = _timeline(part, part.rest_of(slot), slot, row)
-            yield _on_episode_clock(part, slot, part.module_ids[int(part.serves[slot])], timeline, started, stop)
+            yield _timeline(part, part.rest_of(slot), slot, row, started, stop)
 
 
-def _timeline(part: "AgentFragment", episode: SingleAgentEpisode, slot: int, stop: int) -> AgentTimeline:
-    """An agent's chunk with the vector steps of its observations."""
-    times = part.times(stop - episode.rewards.total(), stop, slot, has_ended=episode.is_done)
-    return AgentTimeline(episode, times.tolist())
+def _timeline(
+    part: "AgentFragment", episode: SingleAgentEpisode, slot: int, row: int, started: int, stop: int
+) -> AgentTimeline:
+    """An agent's chunk on the clock of its environment's episode, with the action that waits for an observation.
 
-
-def _on_episode_clock(
-    part: "AgentFragment", slot: int, module_id: Any, timeline: AgentTimeline, started: int, stop: int
-) -> tuple[Any, AgentTimeline]:
-    """The agent's id, and its timeline on the episode's own clock, with the action that waits for an observation."""
-    agent = part.part.agents[slot % len(part.part.agents)]
-    timeline.observed_at = [step - started for step in timeline.observed_at]
-    if part.waits[slot] and not timeline.episode.is_done:
-        timeline.pending = part.of_module(module_id).action_in(int(part.stops[slot]), slot)
+    row              of the observation after its last step
+    started, stop    vector steps between which the environment's episode is
+    """
+    times = part.times(row - episode.rewards.total(), row, slot, has_ended=episode.is_done)
+    timeline = AgentTimeline(episode, (times - started).tolist())
+    if part.waits[slot] and not episode.is_done:
+        timeline.pending = part.of_module(episode.module_id).action_in(int(part.stops[slot]), slot)
         timeline.received = {stop - started - 1: np.float32(part.received[slot])}
-    return agent, timeline
+    return timeline
