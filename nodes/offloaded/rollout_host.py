@@ -14,8 +14,8 @@ from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, with_
 from rollflow.nodes.env.environments import AgentEnvSource
 from rollflow.nodes.env.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.remote.env_host import made_lanes, sent_description_of
 from rollflow.nodes.env.remote.host import PLACES, Host
-from rollflow.nodes.env.remote.host_lane import made_lanes, sent_description_of
 from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
-from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity
+from rollflow.nodes.env.workers.worker_node import LaneLink
 from rollflow.nodes.offloaded.lent_fragments import FragmentReader
 from rollflow.nodes.offloaded.offloaded import TurnToken
 from rollflow.nodes.offloaded.replica import LanePlan, Replica

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
-from rollflow.nodes.env.remote.remote_host import RemoteLane
+from rollflow.nodes.env.remote.hosted_node import RemoteLane
 from rollflow.nodes.offloaded.fragment_checks import MOST
 from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.graph.meter import clock

@@ -25,7 +25,7 @@ from serving_process import command
 from rollflow import MultiAgentRollout, RemoteRollouts, Rollout
 from rollflow.cli.main import main
 from rollflow.nodes import EnvHost, FlattenObservations, RandomModule
-from rollflow.nodes.env.remote.host_lane import HostLane
+from rollflow.nodes.env.remote.env_host import HostLane
 from rollflow.stream.wire import Limits, Welcome
 from rollflow.stream.wire.session import HostSession, TakenRequest
 

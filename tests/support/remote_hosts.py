@@ -21,8 +21,8 @@ from numbered_env import NumberedEnv
 from rollflow import RemoteEnvs
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
+from rollflow.nodes.env.remote.hosted_node import HostWait
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Connection, ConnectionBroken, HostConnection, HostSession, Limits, Rows, Step, encode
 

@@ -1,16 +1,236 @@
-"""`EnvHost`: environments on this host, for a rollout on another."""
+"""`EnvHost`: environments on this host, for a rollout on another, and the lanes that they are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollflow.nodes.argument_checks import checking_keywords
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
-from rollflow.nodes.env.environments import AgentEnvSource
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.argument_checks import checking_keywords, is_whole
+from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
+from rollflow.nodes.env.environments import AgentEnvSource, agent_makers, check_numbers
+from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
+from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
-from rollflow.nodes.env.remote.host_lane import HostLane, made_lanes
-from rollflow.stream.wire import Answer
+from rollflow.nodes.env.stepping import Stepped, close_failed
+from rollflow.nodes.env.workers.agent_codec import InfoCodec
+from rollflow.nodes.env.workers.stand_ins import description_of
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.space import row_of, space_of
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.multi_agent.agent_part import Observed
+from rollflow.stream.wire import AgentRows, Answer, Reset, Rows, Step
+
+_WORDS = {
+    "observation_space": "observation space",
+    "action_space": "action space",
+    "autoreset": "autoreset mode",
+    "agents": "list of agents",
+    "parts": "list of the agents' parts",
+}
+
+
+def all_made(lanes: Iterable[Any]) -> list[Any]:
+    """The lanes of a host, each made in turn; where one can't be made, or differs, those before it are closed."""
+    made: list[Any] = []
+    with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
+        for lane in lanes:
+            made.append(lane)  # noqa: PERF402  # for the closing, where the next one raises
+        check_alike(made)
+    return made
+
+
+def check_alike(lanes: Sequence[Any]) -> None:
+    """Raise EnvError where lanes differ in what one description is for."""
+    first = lanes[0].describe()
+    for place, lane in enumerate(lanes):
+        for name, mine in lane.describe().items():
+            if mine != first[name]:
+                text, other = (space_of(each) if name.endswith("space") else each for each in (mine, first[name]))
+                raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
+
+
+class HostLane:
+    """Environments of one lane of a host, of one agent each or of several, which a thread steps.
+
+    maker         a `LaneMaker` or `AgentLaneMaker`; unless a user has made the environments, they are made again where
+                  they are reset after they have raised
+    index         number of the lane
+    deviations    of what they give
+    env           the environments as they are now
+
+    Raises EnvError where they can't be made.
+    """
+
+    def __init__(self, maker: Any, index: int, deviations: Deviations) -> None:
+        where = (f"lane {index}, ",) if isinstance(maker, LaneMaker) else ()
+        self._make = partial(maker.lane_env, deviations, *where)
+        self._can_be_remade, self._has_failed = maker.can_travel, False
+        self._left_out = deviations.left_out
+        self.env: Any = self._make()
+        self._has_several = isinstance(self.env, LaneEnvs)
+        if self._has_several:
+            self._infos = InfoCodec(self.env.possible_agents, maker.first_env)
+        else:
+            self._row = row_of(self.env.env.single_observation_space, 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of a Hello. Raises EnvError where agents' ids can't be sent."""
+        return sent_description_of(self.env if self._has_several else self.env.env)
+
+    def answer(self, request: Reset | Step) -> Rows | AgentRows:
+        """Step or reset; the rows. Raises what the environments raise."""
+        try:
+            if isinstance(request, Step):
+                return self._agents_stepped(request) if self._has_several else self._stepped(request)
+            if self._has_failed and self._can_be_remade:
+                close_failed(self.env)
+                self.env = self._make()
+            answer = self._agents_reset(request) if self._has_several else self._reset(request)
+            self._has_failed = False
+            return answer
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    # Inside
+
+    def _in_space(self, observations: Tree) -> Tree:
+        """Observations in the space's dtypes, which the wire has, as a column would cast them elsewhere."""
+        try:
+            return map_tree(_cast, self._row, observations)
+        except ValueError:  # of another structure, which is refused where it is sent
+            return observations
+
+    def _reset(self, request: Reset) -> Rows:
+        options = None if request.options is None else dict(request.options)
+        observations, infos = self.env.reset(request.seeds, options)
+        return Rows(request.lane, request.number, self._in_space(observations), None, None, None, (), None, infos, {})
+
+    def _stepped(self, request: Step) -> Rows:
+        observations, rewards, terminateds, truncateds, infos, final = Stepped(*self.env.step(request.actions))
+        slots: tuple[int, ...] = ()
+        last: Tree = None
+        last_infos: Mapping[str, Any] = {}
+        if final is not None:
+            slots = tuple(np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist())
+            last, last_infos = self._in_space(final[0]), final[1]
+        return Rows(
+            request.lane,
+            request.number,
+            self._in_space(observations),
+            np.asarray(rewards, np.float64),
+            np.asarray(terminateds, np.bool_),
+            np.asarray(truncateds, np.bool_),
+            slots,
+            last,
+            infos,
+            last_infos,
+        )
+
+    def _agents_reset(self, request: Reset) -> AgentRows:
+        observed, infos = self.env.reset(request.seeds)
+        nothing = dict.fromkeys(
+            ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
+        )
+        slots, obs = _columns(observed)
+        sent = self._infos.sent(infos, range(self.env.num_envs), self._left_out)
+        return AgentRows(request.lane, request.number, slots, obs, **nothing, infos=sent, first_infos=())
+
+    def _agents_stepped(self, request: Step) -> AgentRows:
+        assert request.agent_slots is not None
+        step = self.env.step(list(zip(request.agent_slots, request.actions, strict=True)))
+        slots, obs = _columns([part.observed for part in step.parts])
+        first_slots, first_obs = _columns(step.first) if len(step.ended) else (None, None)
+        return AgentRows(
+            request.lane,
+            request.number,
+            slots,
+            obs,
+            tuple(part.rewards for part in step.parts),
+            tuple(part.terminateds for part in step.parts),
+            tuple(part.truncateds for part in step.parts),
+            step.ended,
+            step.truncated,
+            first_slots,
+            first_obs,
+            self._infos.sent(step.infos, range(self.env.num_envs), self._left_out),
+            self._infos.sent(step.first_infos, step.ended.tolist(), self._left_out),
+        )
+
+
+def _cast(like: NDArray[Any], values: Any) -> Any:
+    """Values in the dtype of `like`, where they are of the same kind."""
+    array = np.asarray(values)
+    return array.astype(like.dtype, copy=False) if np.can_cast(array.dtype, like.dtype, "same_kind") else values
+
+
+def sent_description_of(env: Any) -> dict[str, Any]:
+    """Fields of a Hello about a vector environment, or `LaneEnvs`. Raises EnvError where agents' ids can't be sent."""
+    fields = description_of(env)
+    return fields | {"agents": tuple(map(_sent, fields["agents"]))} if "agents" in fields else fields
+
+
+def made_lanes(
+    env: Any,
+    num_envs: int | None,
+    lanes: int | None,
+    autoreset_mode: Autoreset,
+    make: Callable[[Any, int], Any],
+    of_agents: Mapping[str, Any] | None = None,
+) -> tuple[list[Any], bool]:
+    """The lanes of a host, and whether environments have several agents each, as the first one that is made has.
+
+    make         makes a lane of its maker, a `LaneMaker` or `AgentLaneMaker`, and its number
+    of_agents    options that are for several agents alone
+
+    Raises EnvError where they can't be made, and for options of the other kind.
+    """
+    first = first_made(env)
+    given = env if first is None else with_first(env, first)
+    with nullcontext() if first is None else first:
+        has_several = isinstance(env, MultiAgentVectorEnv) or (first is not None and first.has_several)
+        if has_several and autoreset_mode is not None:
+            raise EnvError(
+                f"autoreset_mode is {autoreset_mode!r}, but these environments have several agents; expected it to be "
+                "left out"
+            )
+        for name, value in {} if has_several or of_agents is None else of_agents.items():
+            if value is not None:
+                raise EnvError(f"{name} is for environments with several agents; expected it to be left out")
+        if has_several:
+            return all_made(_of_agents(agent_makers(given, num_envs, lanes), num_envs, lanes, make)), True
+        makers = lane_makers(given, num_envs, lanes, autoreset_mode)
+        return all_made(make(maker, index) for index, maker in enumerate(makers)), False
+
+
+def _of_agents(
+    makers: Iterable[AgentLaneMaker], num_envs: int | None, lanes: int | None, make: Callable[[Any, int], Any]
+) -> Iterator[Any]:
+    envs = list[LaneEnvs]()
+    for index, maker in enumerate(makers):
+        lane = make(replace(maker, first_env=sum(each.num_envs for each in envs)), index)
+        yield lane
+        envs.append(lane.env)
+    check_numbers(num_envs, lanes, envs)
+
+
+def _sent(agent: Any) -> str | int:
+    """An agent's id as it goes over the wire. Raises EnvError where it can't."""
+    if isinstance(agent, str):
+        return str(agent)
+    if is_whole(agent):
+        return int(agent)
+    raise EnvError(f"agent {agent!r}: its id can't be sent to another host; expected a string or a whole number")
+
+
+def _columns(observed: Sequence[Observed]) -> Any:
+    return tuple(each.slots for each in observed), tuple(each.observations for each in observed)
 
 
 class EnvHost(Host):

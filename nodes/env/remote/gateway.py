@@ -8,12 +8,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.space import leaves_within
@@ -46,6 +45,57 @@ _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
 HostNews = wire.Weights | wire.States | wire.Settings | wire.Cut  # that hosts don't answer
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
+
+
+@dataclass(slots=True, eq=False)
+class RemoteHost:
+    """A host that has been taken in.
+
+    name          as it calls itself, and where it is
+    session       what outlives its connections
+    connection    the newest
+    joined_at     when it was taken in, on the clock `monotonic`
+    dialled       the address that it was reached at; None: it dialled itself
+    lost_at       since when it has none; None: it has one
+    is_away       whether it has been lost for longer than a live host needs to dial again
+    heard_at      when something last came from it, where it is lost
+    reason        why it was lost
+    reminder      when to log again that it is waited for
+    has_place     whether it is one of the first, or has taken a lost host's place: it takes no other
+    has_drained   whether it has left with nothing under way: it has made no step that it has not given
+    """
+
+    name: str
+    session: wire.GatewaySession
+    connection: wire.GatewayConnection
+    joined_at: float
+    dialled: Dialled | None = None
+    lost_at: float | None = None
+    is_away: bool = False
+    heard_at: float = field(init=False)
+    reason: str = ""
+    reminder: Reminder = field(init=False)
+    has_place: bool = False
+    has_drained: bool = False
+
+    def __post_init__(self) -> None:
+        self.heard_at, self.reminder = self.joined_at, Reminder(self.joined_at)
+
+
+class HostEvent(NamedTuple):
+    """Event of a host that a gateway has taken in.
+
+    kind     "joined": it has come, with new lanes
+             "answered": `what` is its answer
+             "progressed": `what` is a dict of how far it is; it may say so again once it is given a credit
+             "away": it has lost its connection and did not dial again at once: its process or network may be gone
+             "reconnected": it had lost its connection, and has another one
+             "left": it has gone for good, its lanes with it; `what` is the reason
+    """
+
+    kind: Literal["joined", "answered", "progressed", "away", "reconnected", "left"]
+    host: RemoteHost
+    what: Any = None
 
 
 class Registry:

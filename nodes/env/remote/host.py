@@ -13,8 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
-from rollflow.nodes.closing import Closing, close_all, closing_on_error, noting_in
-from rollflow.nodes.env.remote.host_lane import check_alike
+from rollflow.nodes.closing import Closing, close_all, noting_in
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.stream import wire
@@ -120,8 +119,7 @@ class Host:
                 `describe`, which gives fields of a Hello about them
     metadata    what else there is to know, for people
 
-    Leave it by `with`, or `close` it: this ends the threads and closes the environments. Raises EnvError where lanes
-    differ.
+    Leave it by `with`, or `close` it: this ends the threads and closes the environments.
     """
 
     role: Literal["env", "agents", "rollout", "agent_rollout"]
@@ -138,8 +136,6 @@ class Host:
         self.name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
         protection: _Protection = None, None, wire.Limits()
         self._secret, self._tls, self._limits = protection  # of the connections that are served now, or were last
-        with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
-            check_alike(lanes)
         self._metadata = metadata
         self._loop: SocketLoop[HostPeer] = SocketLoop(self, max_strangers=_MOST_STRANGERS)  # and the welcomed one
         self._lock = self._loop.lock  # of the session as well

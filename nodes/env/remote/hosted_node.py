@@ -3,24 +3,83 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.env.remote.gateway import Gateway
+from rollflow.nodes.env.remote.gateway import Gateway, HostEvent, RemoteHost
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane, environments_on
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
+from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import NoFragment
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request, Reset
 
 _LOOK_S = 0.5
 _MOST_FAREWELLS = 16
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RemoteLane(LaneStatus):
+    """One lane on a host.
+
+    has_left    whether it has set out on its last round
+    is_absent   whether the reader's rounds go on without it, since its host is away
+    """
+
+    host: RemoteHost
+    num_slots: int
+    first_slot: int
+    has_left: bool = False
+    is_absent: bool = False
+
+    @property
+    def has_no_step(self) -> bool:
+        return self.phase is not LanePhase.STEPPING or self.host.lost_at is not None
+
+    def lose(self, reason: str) -> int:
+        is_stepping = self.phase is LanePhase.STEPPING
+        return int(self.lane.lose(reason, is_under_way=not self.host.has_drained)) if is_stepping else 0
+
+    @property
+    def slots(self) -> str:
+        """Its slots, in words."""
+        last = self.first_slot + self.num_slots - 1
+        return f"slot {last}" if self.num_slots == 1 else f"slots {self.first_slot} to {last}"
+
+
+def environments_on(host: RemoteHost) -> list[Any]:
+    """Stand-ins for a host's environments, lane by lane."""
+    hello = host.session.hello  # which has been found to be right
+    names = ("observation_space", "action_space", "autoreset", "agents", "parts")
+    description = {name: getattr(hello, name) for name in names}
+    return [stand_in_for({**description, "num_envs": slots}) for slots in hello.slots]
+
+
+class HostWait(WaitReminder):
+    """A wait for hosts, which begins now.
+
+    has_warned    whether a line has said that hosts are awaited
+    """
+
+    has_warned = False
+
+    def warn(self, state: str, where: str) -> None:
+        """Log that hosts are awaited: how things stand, and where hosts are expected."""
+        self.has_warned = True
+        more = "for ever" if self.limit is None else f"for {max(0.0, self.limit - self.waited_s):.0f} s more"
+        since = f" since {self.waited_s:.0f} s," if self.waited_s >= 1.0 else ""
+        logger.warning("%s: hosts are awaited%s %s (join_timeout), %s", state, since, more, where)
+
+    def remind(self, state: str, where: str) -> None:
+        """Log that hosts are awaited, where a line is due."""
+        if self.is_long:
+            self.warn(state, where)
 
 
 class HostedNode(LanesElsewhere):

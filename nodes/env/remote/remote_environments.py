@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments, actions_of, record_taken
+from rollflow.nodes.env.environments import AgentEnvironments, Environments, actions_of
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
 from rollflow.nodes.env.remote.hosted_node import HostedNode
+from rollflow.nodes.env.stepping import Stepped
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.tree import map_tree
@@ -35,12 +36,9 @@ class RemoteEnvironments(HostedNode, Environments):
     def _record(self, lane: Lane, answer: Any) -> None:
         if lane.vector_steps in CHECKED_STEPS:
             self._check_of(lane).step(answer.obs, lane.vector_steps)
-        final = None
-        if answer.final_slots:
-            final = map_tree(np.array, answer.final_obs), answer.final_infos
-        if lane.layout.num_slots == 1:
-            record_taken(lane, answer.infos)
-        lane.record_step(answer.obs, answer.rewards, answer.terminateds, answer.truncateds, answer.infos, final)
+        final = (map_tree(np.array, answer.final_obs), answer.final_infos) if answer.final_slots else None
+        steps = answer.obs, answer.rewards, answer.terminateds, answer.truncateds, answer.infos
+        super()._record(lane, Stepped(*steps, final))
 
     def _check_of(self, lane: Lane) -> LaneCheck:
         """A check of the lane's observations, which have come in the dtypes of their space."""

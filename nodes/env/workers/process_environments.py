@@ -1,10 +1,144 @@
 """Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments
-from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks
-from rollflow.nodes.env.workers.frames import lane_block
-from rollflow.nodes.env.workers.worker_node import WorkerNode
-from rollflow.stream.fragments.lane import LaneMemory
+from typing import Any
+
+from rollflow.nodes.env.environments import AgentEnvironments, Environments, actions_of
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
+from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, lane_block
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
+from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.packing import pack
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.fragments.lane import Lane, LaneMemory
+
+
+class LaneBlocks:
+    """A `LaneMemory` that a worker process writes to as well.
+
+    has_actions    whether `actions` are recorded there, in the environments' space; else they are recorded elsewhere,
+                   and the environments get `actions_for_env` alone
+    """
+
+    def __init__(self, layout: BlockLayout, *, has_actions: bool = True) -> None:
+        self.has_actions = has_actions
+        self.pool = BlockPool(layout.size, SharedBlock)
+        self.index = -1
+        self.columns: dict[str, Column] = {}
+        self._layout = layout
+
+    def next_columns(self) -> dict[str, Column]:
+        """Columns in a block of their own, which becomes the current one."""
+        self.index, block = self.pool.take()
+        self.columns = self._layout.columns(block)
+        names = (name for name in SHARED_COLUMNS if self.has_actions or name != Columns.ACTIONS)
+        return {name: self.columns[name] for name in names}
+
+    def observations(self, row: int) -> Tree:
+        """Observations that the environments wrote for a row of the current block, a tree of arrays any[N, ...]."""
+        return self.columns[Columns.OBS].row(row)
+
+
+class EnvLink(LaneLink):
+    """The link to a worker that writes a lane's rows straight into its fragments."""
+
+    _blocks_sent = 0
+
+    def _reset(self) -> None:
+        lane, blocks = self._laid_out()
+        seeds = self.node.seeds_of_lane(self.index, self.starts)
+        layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
+        self.send_block(FrameKind.LAYOUT, pack(layout))
+        self._blocks_sent = 0
+        self._send_blocks(blocks)
+        self.send(frame(FrameKind.RESET, blocks.index, lane.row))
+
+    def step(self) -> None:
+        """Have the environments stepped with the lane's actions."""
+        lane, blocks = self._laid_out()
+        kind = FrameKind.STEP
+        if Columns.ACTIONS_FOR_ENV in lane.batch or not blocks.has_actions:
+            kind = FrameKind.STEP_FOR_ENV
+            blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
+        self._send_blocks(blocks)
+        self.send(frame(kind, blocks.index, lane.row))
+
+    def take(self, answer: Frame) -> bool:
+        """Have the lane take what its worker has written."""
+        lane, blocks = self._laid_out()
+        fields = self._fields_of(answer, f"lane {self.index}, ") if answer.payload else {}
+        infos = fields.get("infos", {})
+        if self.phase is LanePhase.RESETTING:
+            lane.take_reset(infos)
+        else:
+            final = None
+            if "final_infos" in fields:
+                final = self._last_observations(lane, blocks), fields["final_infos"]
+            lane.take_step(infos, final)
+        return self._taken()
+
+    def _laid_out(self) -> tuple[Lane, LaneBlocks]:
+        lane: Lane = self.lane
+        assert isinstance(lane.memory, LaneBlocks)
+        return lane, lane.memory
+
+    def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> Tree:
+        done = blocks.columns[Columns.TERMINATEDS].row(lane.row) | blocks.columns[Columns.TRUNCATEDS].row(lane.row)
+        return map_tree(lambda leaf: leaf[done], blocks.columns[FINAL_OBS].row(0))
+
+    def _send_blocks(self, blocks: LaneBlocks) -> None:
+        for index in range(self._blocks_sent, len(blocks.pool.blocks)):
+            block = blocks.pool.blocks[index]
+            self.send(frame(FrameKind.BLOCK, index, block.size), block.fd)
+        self._blocks_sent = len(blocks.pool.blocks)
+
+
+class AgentLink(LaneLink):
+    """The link to a worker that has a block of memory for a step in common with this process."""
+
+    def __init__(self, index: int, maker: Any, node: LaneSource) -> None:
+        super().__init__(index, maker, node)
+        self._infos = InfoCodec(())
+        self._memory: SharedBlock | None = None
+        self._block: StepBlock | None = None
+
+    def release(self) -> None:
+        self._memory = self._block = None
+
+    def _reset(self) -> None:
+        if self._memory is None:
+            envs = self.node.envs[self.index]
+            self._infos = InfoCodec(envs.possible_agents)
+            self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
+            self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
+        seeds = self.node.seeds_of_lane(self.index, self.starts)
+        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds}))
+        self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
+        self.send(frame(FrameKind.RESET))
+
+    def step(self) -> None:
+        """Have the environments stepped with the lane's actions."""
+        assert self._block is not None
+        self._block.write_actions(self.lane.actions)
+        self.send(frame(FrameKind.STEP))
+
+    def take(self, answer: Frame) -> bool:
+        """Have the lane take what its worker has written."""
+        assert self._block is not None
+        lane, fields = self.lane, self._fields_of(answer)
+        infos, first_infos = (self._infos.infos(fields.get(kind, ())) for kind in ("infos", "first_infos"))
+        if self.phase is LanePhase.RESETTING:
+            lane.reset(self._block.first(), infos)
+        else:
+            try:
+                lane.record_step(self._block.step(infos, first_infos))
+            except Exception as error:
+                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+                raise
+        return self._taken()
 
 
 class ProcessEnvironments(WorkerNode, Environments):

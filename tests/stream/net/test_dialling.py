@@ -17,7 +17,7 @@ from remote_rollouts import await_that, makers, rollout_over
 
 from rollflow import RemoteEnvs, Rollout, feed
 from rollflow.nodes import EnvHost
-from rollflow.nodes.env.remote.remote_host import HostWait
+from rollflow.nodes.env.remote.hosted_node import HostWait
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dial_wait import DialWait

@@ -12,7 +12,7 @@ from wire_messages import TOKEN, agent_rows, agents_hello, first_agent_rows
 
 from rollflow.nodes.env.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.remote.host_lane import HostLane
+from rollflow.nodes.env.remote.env_host import HostLane
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import AgentForm, AgentRows, Reset, Step
 from rollflow.stream.wire.session import AgentTurns, GatewaySession

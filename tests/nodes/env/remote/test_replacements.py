@@ -16,8 +16,7 @@ from remote_rollouts import await_that, makers, rollout_over, slots_of, taken_un
 from wire_messages import hello
 
 from rollflow.nodes import EnvHost
-from rollflow.nodes.env.remote.gateway import Registry
-from rollflow.nodes.env.remote.remote_host import RemoteHost
+from rollflow.nodes.env.remote.gateway import Registry, RemoteHost
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits
 

@@ -9,8 +9,7 @@ from remote_hosts import RawHost, dialled_host
 from remote_rollouts import makers
 
 from rollflow import RemoteRollouts
-from rollflow.nodes.env.remote.gateway import Gateway
-from rollflow.nodes.env.remote.remote_host import HostEvent
+from rollflow.nodes.env.remote.gateway import Gateway, HostEvent
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Fragment, Limits, Ping, Reset, Rows, Step, Turn, Weights, Welcome, encode
 

@@ -10,8 +10,8 @@ import pytest
 
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.workers.env_link import EnvLink
 from rollflow.nodes.env.workers.frames import FrameKind, frame, receive_frame
+from rollflow.nodes.env.workers.process_environments import EnvLink
 
 Ends = tuple[EnvLink, socket.socket, selectors.BaseSelector]
 

@@ -13,10 +13,9 @@ from together import Together
 
 from rollflow import MultiAgentRollout, Rollout
 from rollflow.nodes import RandomModule
-from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag
-from rollflow.nodes.env.workers.worker_node import Worker, WorkerNode
+from rollflow.nodes.env.workers.worker_node import LaneLink, Worker, WorkerNode
 
 BOX = gym.spaces.Box(-1, 1, (1,))
 

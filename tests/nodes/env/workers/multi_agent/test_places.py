@@ -23,7 +23,7 @@ PLACES: list[Any] = ["threads", *(pytest.param(each, marks=pytest.mark.slow) for
     [
         ({"where": "threads"}, "a thread each"),
         ({"where": "processes", "workers": 1}, "in 1 worker process"),
-        ({"where": "rollouts", "workers": 1}, "in 1 worker process"),
+        ({"where": "rollouts", "workers": 1}, "each with connectors and a copy of the module, in 1 worker process"),
     ],
 )
 def test_explain_says_what_is_where(options: Any, place: str) -> None:
