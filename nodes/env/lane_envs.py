@@ -20,11 +20,11 @@ from rollflow.nodes.env.multi_agent_env import (
     AgentSpaces,
     ArrayStep,
     MultiAgentVectorEnv,
+    adapted,
     agent_spaces,
     agents_of,
 )
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of, number_of
-from rollflow.nodes.env.petting_zoo import adapted
 from rollflow.nodes.env.stepping import Turn, close_failed, nothing
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError, located, noted, shown

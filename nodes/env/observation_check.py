@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -168,20 +167,16 @@ class ObservationCheck:
         leaves: list[Any] = self._structure.flatten_up_to(tree)
         self._leaves: list[_Leaf] = [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)]
 
-    def rows(self, observations: Tree, whose: Callable[[int], str], *, dtypes: bool = True) -> None:
-        """Check observations, a tree of arrays any[K, ...]. `whose` names the one at a place.
-
-        dtypes    True if the arrays have the dtypes that the environments gave
-        """
-        self._look(observations, whose, dtypes=dtypes)
-
     def items(self, observations: Sequence[Tree], whose: Callable[[int], str]) -> None:
         """Check observations one by one: trees of arrays any[...]. `whose` names the one at a place."""
         for place, observation in enumerate(observations):
-            self._look(observation, partial(_one_named, whose, place), is_one=True)
+            self.rows(observation, lambda _, place=place: whose(place), is_one=True)  # type: ignore[misc]
 
-    def _look(self, tree: Tree, whose: Callable[[int], str], *, dtypes: bool = True, is_one: bool = False) -> None:
-        """Check a tree of arrays any[K, ...], or one of any[...]."""
+    def rows(self, tree: Tree, whose: Callable[[int], str], *, dtypes: bool = True, is_one: bool = False) -> None:
+        """Check observations, a tree of arrays any[K, ...], or one, of any[...]. `whose` names the one at a place.
+
+        dtypes    True if the arrays have the dtypes that the environments gave
+        """
         if all(map(self._deviations.has, _OF_OBSERVATIONS)):
             return
         try:
@@ -226,11 +221,6 @@ class ObservationCheck:
             f"{whose(place)}: observation{where} is {value[(place, *index)]}, expected {low} to {high}: it is outside "
             "its space, and is recorded as it is",
         )
-
-
-def _one_named(whose: Callable[[int], str], place: int, _: int) -> str:
-    """Name of the one at a place, whatever row is asked for."""
-    return whose(place)
 
 
 def checks_of(parts: Sequence[AgentPart], deviations: Deviations | None) -> list[ObservationCheck]:

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import lane_makers
-from rollflow.nodes.env.multi_agent_env import agent_spaces
+from rollflow.nodes.env.multi_agent_env import adapted, agent_spaces
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.petting_zoo import adapted
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at

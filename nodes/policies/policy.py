@@ -50,8 +50,7 @@ from rollflow.nodes.policies.artifact_files import (
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION, rewards_of
 from rollflow.nodes.policies.part_records import classes_of
 from rollflow.nodes.policies.program import ProgramModule
-from rollflow.nodes.stages.acting import chosen_space, sampling_data
-from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, module_for
+from rollflow.nodes.stages.acting import acting_copy, chosen_space, lookback_for, module_for, sampling_data
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward, note_batch
 from rollflow.nodes.stages.module_to_env import ModuleToEnv, convert_actions

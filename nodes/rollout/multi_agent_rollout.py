@@ -15,8 +15,8 @@ from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
 from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.stages.acting import lookback_for
 from rollflow.nodes.stages.agent_learner import AgentLearner
-from rollflow.nodes.stages.connector_builders import lookback_for
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID

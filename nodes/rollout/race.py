@@ -17,7 +17,7 @@ from rollflow.nodes.env.env_source import count_of
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.rollout.options import JOINT_PASSES, Forward, RolloutOptions, Watch
-from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
+from rollflow.nodes.stages.acting import copied_module, copied_pieces
 
 logger = logging.getLogger(__name__)
 

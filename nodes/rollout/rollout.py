@@ -22,8 +22,7 @@ from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
 from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import ONE_AGENT
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
-from rollflow.nodes.stages.acting import Acting
-from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
+from rollflow.nodes.stages.acting import Acting, lookback_for, pieces_given
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment

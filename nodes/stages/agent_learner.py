@@ -9,7 +9,7 @@ from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.modules.rl_module import is_stateful
-from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
+from rollflow.nodes.stages.acting import acting_copy, pieces_given
 from rollflow.nodes.stages.module_set import ActingModule, AgentsActing
 from rollflow.stream.data.errors import ModuleError, noted
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment, parts_by_module

@@ -15,9 +15,18 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.nodes.modules.given_module import RandomModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.rl_module import MultiRLModule, is_stateful
-from rollflow.nodes.stages.acting import check_actions, chosen_space, kind_of_state, left_by, one_of, sampling_data
+from rollflow.nodes.stages.acting import (
+    acting_copy,
+    check_actions,
+    chosen_space,
+    kind_of_state,
+    left_by,
+    module_for,
+    one_of,
+    pieces_given,
+    sampling_data,
+)
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
-from rollflow.nodes.stages.connector_builders import acting_copy, module_for, pieces_given
 from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.stream.data.errors import EnvError, ModuleError, located
 from rollflow.stream.data.tree import Tree

@@ -402,22 +402,6 @@ class RolloutIterator(Generic[T]):
             self._source.interrupt(error)
 
 
-class CreditedLane(Protocol):
-    """A lane, here or in another process."""
-
-    index: int
-
-    @property
-    def at_start(self) -> bool:
-        """True if its next step is the first of a fragment."""
-        ...
-
-    @property
-    def sequence(self) -> int:
-        """Number of that fragment."""
-        ...
-
-
 class FragmentCredits(LaneListener):
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
@@ -453,8 +437,12 @@ class FragmentCredits(LaneListener):
         """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
         return self._is_by_lane
 
-    def admits(self, lane: CreditedLane) -> bool:
-        """True if the lane may take its next step; the first of a fragment takes a credit."""
+    def admits(self, lane: Any) -> bool:
+        """True if the lane may take its next step; the first of a fragment takes a credit.
+
+        lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
+                `sequence`, the number of that fragment
+        """
         if not lane.at_start:
             return True
         index, fragment = lane.index, lane.sequence
@@ -606,7 +594,7 @@ class LaneGates:
         """What the gate waits for that refused last."""
         return wait_at(self._refused)
 
-    def admits(self, lane: CreditedLane) -> bool:
+    def admits(self, lane: Any) -> bool:
         """True if the lane may take its next step."""
         for gate in self._gates:
             if not gate.admits(lane):

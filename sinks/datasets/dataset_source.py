@@ -18,7 +18,7 @@ from rollflow.nodes.argument_checks import check_flags, checked_count, checking_
 from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.modules.rl_module import is_stateful
-from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
+from rollflow.nodes.stages.acting import lookback_for, pieces_given
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.sinks.datasets.episode_block import (
     EpisodeBlock,

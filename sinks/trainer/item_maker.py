@@ -9,7 +9,7 @@ from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
-from rollflow.nodes.stages.connector_builders import check_connector, pieces_given
+from rollflow.nodes.stages.acting import check_connector, pieces_given
 from rollflow.nodes.stages.rounds import check_bounded
 from rollflow.sinks.trainer.messages import (
     NO_EPISODES,

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Annotated, Any, Self
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.stages.rounds import CreditedLane, nobody
+from rollflow.nodes.stages.rounds import nobody
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
@@ -250,7 +250,7 @@ class PaceGate:
         """True if fragments are to begin with the newest weights, since the trainer takes nothing that is too old."""
         return self.order is not None and self.order.ahead is not None
 
-    def admits(self, lane: CreditedLane) -> bool:
+    def admits(self, lane: Any) -> bool:
         """True if the lane may take its next step."""
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
             return True
@@ -318,7 +318,7 @@ class PaceGate:
         """Have refused lanes try again. Called in the graph's thread."""
         self._changed()
 
-    def _is_wanted(self, lane: CreditedLane) -> bool:
+    def _is_wanted(self, lane: Any) -> bool:
         """True if the trainer takes another fragment of a lane, with the weights that the rollout has."""
         order = self.order
         if order is None or self.version < order.version:
@@ -329,5 +329,5 @@ class PaceGate:
             return False
         if self.credits is not None:
             return self.credits.admits(self.done, order.ahead)
-        under_way = lane.sequence - self.given(lane.index)  # on their way to the sink
+        under_way: int = lane.sequence - self.given(lane.index)  # on their way to the sink
         return under_way + self._buffer.count(lane.index, self.done) < order.ahead

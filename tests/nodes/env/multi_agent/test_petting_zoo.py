@@ -17,7 +17,7 @@ from pettingzoo.classic.tictactoe import tictactoe
 
 from rollflow import Forward, MultiAgentRollout
 from rollflow.nodes.env.lane_envs import MultiAgentEnvs
-from rollflow.nodes.env.petting_zoo import adapted
+from rollflow.nodes.env.multi_agent_env import adapted
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import leaves_of, map_tree
 
