@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -17,7 +17,7 @@ from rollflow.nodes.env.env_source import count_of
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.rollout.options import JOINT_PASSES, Forward, RolloutOptions, Watch
-from rollflow.nodes.stages.acting import copied_module, copied_pieces
+from rollflow.nodes.stages.acting import copied_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -111,15 +111,12 @@ def workers_in(where: str, options: RolloutOptions) -> int | None:
 
 
 def trial_of(rollout: type, options: RolloutOptions) -> Trial:
-    """Maker of rollouts with these options, with copies of the modules and the pieces."""
+    """Maker of rollouts with these options, with copies of the pieces; of modules copies act anyway."""
     given = {each.name: value for each in fields(options) if (value := getattr(options, each.name)) is not None}
     kept = {name: given[name] for name in _KEPT & given.keys()}
     pieces = {name: copied_pieces(made) for name, made in given.items() if name.endswith("_connector")}
-    module = options.module
-    several = isinstance(module, Mapping)
-    copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
     alone = Forward(flat=options.forward.flat, threads=options.forward.threads)
-    return partial(rollout, module=copies, forward=alone, watch=Watch(stall_after=None), **kept, **pieces)
+    return partial(rollout, module=options.module, forward=alone, watch=Watch(stall_after=None), **kept, **pieces)
 
 
 def _first(env: Any, slots: int) -> Any:

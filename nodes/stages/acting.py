@@ -339,17 +339,6 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
     return module
 
 
-def copied_module(module: Any) -> Any:
-    """A copy of a module, or a function that makes copies of what the function `module` makes."""
-    if not _makes_modules(module):
-        return copy.deepcopy(module)
-
-    def made(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
-        return copy.deepcopy(module(observation_space, action_space))
-
-    return made
-
-
 def copied_pieces(connector: Any) -> Any:
     """A function that makes copies of the connector pieces that `connector` makes, which may keep its own."""
     if not callable(connector):
