@@ -83,13 +83,6 @@ def test_a_priority_that_is_no_number_is_refused_and_the_others_stay(value: floa
         replay.update_priorities(np.arange(3), np.ones(2))
 
 
-def test_a_sampler_belongs_to_one_replay() -> None:
-    sampler = Prioritized()
-    Replay(10, sampler=sampler)
-    with pytest.raises(ReplayError, match="belongs to another replay"):
-        Replay(10, sampler=sampler)
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(size=st.integers(1, 5000), seed=st.integers(0, 1000))
 def test_the_tree_sums_up_what_was_set_and_draws_nothing_else(size: int, seed: int) -> None:

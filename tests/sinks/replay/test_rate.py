@@ -10,7 +10,7 @@ from anyio import wait_all_tasks_blocked
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from replayed import Played, insert_all
+from replayed import Played
 
 from rollflow import Graph, Replay, Rollout
 from rollflow.sinks import Episodes, SamplesPerInsert
@@ -65,13 +65,6 @@ def test_to_ask_changes_nothing() -> None:
     with pytest.raises(ReplayError, match="holds this sample back"):
         replay.sample(700)
     assert replay.get_state()["tables"][0][1]["rate"] == before
-
-
-def test_a_minimum_that_last_observations_leave_no_room_for_is_refused() -> None:
-    played = Played(2, 20, lengths=(1, 1), fragment_length=4)
-    replay = Replay(40, rate=SamplesPerInsert(1.0, min_size=30), batch_size=2)
-    with pytest.raises(ReplayError, match="min_size is 30, but all 40 rows are taken with 20 steps"):
-        insert_all(replay, played.fragments)
 
 
 def test_in_a_plain_loop_batches_come_as_the_ratio_asks() -> None:

@@ -245,7 +245,8 @@ def test_steps_leave_after_so_many_samples() -> None:
     replay.insert(played.fragments[0])
     assert len(replay.sample(4)["ids"]) == 4
     assert len(replay) == 10
-    assert replay.sample(4)["ids"].tolist() == [9, 8, 7, 6]
+    batch = replay.sample(4)
+    assert (batch["ids"].tolist(), batch["age"].tolist()) == ([9, 8, 7, 6], [1, 2, 3, 4])
     assert len(replay) == 6
     assert replay.sample(4)["ids"].tolist() == [5, 4, 3, 2]
 
@@ -273,37 +274,18 @@ def test_an_episode_leaves_after_so_many_samples() -> None:
 )
 @pytest.mark.parametrize("wrap", [lambda own: own, lambda own: Mixture([(own, 1.0)]), lambda own: Sequences(2, of=own)])
 def test_what_a_sampler_of_ones_own_draws_has_steps(draw: Any, told: str, wrap: Any) -> None:
+    ways = [draw, lambda count: Draw(np.arange(count), np.arange(count))]
+
     class Own(Sampler):
         def draw(self, rows: Any, count: int, generator: np.random.Generator) -> Draw:
-            made: Draw = draw(count)
+            made: Draw = ways.pop(0)(count)
             return made
 
     replay = Replay(100, sampler=wrap(Own()))
     replay.insert(Played(2, 1, lengths=(100, 100), fragment_length=5).fragments[0])
     with pytest.raises(ReplayError, match=rf"Own.draw .*{told}"):
         replay.sample(4)
-
-
-class Every(Sampler):
-    """A sampler of one's own: steps in turn."""
-
-    next = 0
-
-    def draw(self, rows: Any, count: int, generator: np.random.Generator) -> Draw:
-        kept = np.arange(rows.begin, rows.end)
-        kept = kept[rows.is_kept(kept)]
-        chosen = kept[(self.next + np.arange(count)) % len(kept)]
-        self.next += count
-        return Draw(chosen, chosen)
-
-
-def test_a_sampler_of_ones_own_needs_one_method() -> None:
-    played = Played(2, 1, lengths=(100, 100), fragment_length=5)
-    replay = Replay(100, sampler=Every())
-    replay.insert(played.fragments[0])
     assert replay.sample(4)["ids"].tolist() == [0, 1, 2, 3]
-    assert replay.sample(7)["ids"].tolist() == [4, 5, 6, 7, 8, 9, 0]
-    assert replay.sample(1)["age"].tolist() == [9]
 
 
 @pytest.mark.parametrize(
@@ -330,6 +312,7 @@ def test_a_sampler_of_ones_own_needs_one_method() -> None:
         (lambda: Storage(extra="action_logp"), "extra is 'action_logp', expected None, or a list of names"),  # type: ignore[arg-type]
         (lambda: Replay(10, storage="rows.bin"), "storage is 'rows.bin', expected a Storage"),  # type: ignore[arg-type]
         (lambda: Prioritized(alpha=2), "alpha is 2"),
+        (lambda: [Replay(10, sampler=each) for each in 2 * [Prioritized()]], "belongs to another replay"),
         (lambda: Sequences(0), "length is 0"),
     ],
 )
