@@ -513,26 +513,17 @@ class Destination(Protocol):
         ...
 
 
-KINDS: Mapping[str, Callable[[str], Destination]] = {
-    "csv": CsvFile,
-    "jsonl": jsonl_of,
-    "mlflow": mlflow_of,
-    "otlp": Otlp,
-    "progress": Progress,
-    "prometheus": Prometheus,
-    "tensorboard": tensorboard_of,
-    "wandb": wandb_of,
+KINDS: Mapping[str, tuple[Callable[[str], Destination], str, str]] = {
+    "csv": (CsvFile, "", ""),
+    "jsonl": (jsonl_of, "", ""),
+    "mlflow": (mlflow_of, "mlflow", "mlflow"),
+    "otlp": (Otlp, "opentelemetry.exporter.otlp.proto.http", "otel"),
+    "progress": (Progress, "rich", "view"),
+    "prometheus": (Prometheus, "prometheus_client", "serve"),
+    "tensorboard": (tensorboard_of, "tensorboard", "tensorboard"),
+    "wandb": (wandb_of, "wandb", "wandb"),
 }
-"""Kind -> maker of a destination from its target."""
-
-_PACKAGES = {  # kind -> package, and the extra that has it
-    "mlflow": ("mlflow", "mlflow"),
-    "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
-    "progress": ("rich", "view"),
-    "prometheus": ("prometheus_client", "serve"),
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-}
+"""Kind -> maker of a destination from its target, the package that it takes, and the extra that has it."""
 
 
 def place_of(text: str) -> tuple[str, str]:
@@ -551,8 +542,8 @@ def destination_of(text: str) -> Destination:
         raise MetricsError(
             f"log is {text!r}, expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: {', '.join(KINDS)}"
         )
-    destination = KINDS[kind](target)
-    package, extra = _PACKAGES.get(kind, ("", ""))
+    make, package, extra = KINDS[kind]
+    destination = make(target)
     if package and not _is_there(package):
         raise MetricsError(f"log={text!r} takes the package {package}: pip install 'rollflow[{extra}]'")
     return destination

@@ -71,7 +71,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
         made.append(Kept())
         return made[-1]
 
-    monkeypatch.setattr(destinations, "KINDS", {"kept": make})
+    monkeypatch.setattr(destinations, "KINDS", {"kept": (make, "", "")})
     return made
 
 
