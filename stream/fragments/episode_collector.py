@@ -18,12 +18,8 @@ F = TypeVar("F")
 _NO_REASON = "its environment was lost"
 
 
-class AgentChunk(NamedTuple):
-    """Part of an agent's episode in a fragment."""
-
-    key: Any  # of the agent, the same in all fragments
-    fragment: Fragment
-    place: int  # in `fragment.chunks`
+AgentChunk = tuple[Any, Fragment, int]
+"""Part of an agent's episode: the agent's key, the same in all fragments, a fragment, and the index in its `chunks`."""
 
 
 class EnvChunk(NamedTuple):
@@ -46,8 +42,7 @@ class EnvChunk(NamedTuple):
     @property
     def num_steps(self) -> int:
         """Transitions, of all agents."""
-        each = ((agent.fragment.chunks, agent.place) for agent in self.agents)
-        return sum(int(chunks.stop[place] - chunks.start[place]) for chunks, place in each)
+        return sum(int(each.chunks.stop[index] - each.chunks.start[index]) for _, each, index in self.agents)
 
 
 class EpisodeCollector(Generic[F]):
@@ -107,7 +102,7 @@ class EpisodeCollector(Generic[F]):
         fields = (chunks.slot, chunks.number, chunks.t_started, chunks.stop - chunks.start, dones)
         rows = zip(*(each.tolist() for each in fields), strict=True)
         for index, (slot, number, begin, length, is_done) in enumerate(rows):
-            id_, agents = fragment.layout.episode_id(slot, number), [AgentChunk(None, fragment, index)]
+            id_, agents = fragment.layout.episode_id(slot, number), [(None, fragment, index)]
             yield EnvChunk(slot, id_, 0, begin, begin + length, is_done, agents)
 
     def _loss_of(self, fragment: Any, env: int) -> str | None:
@@ -143,10 +138,10 @@ class OpenEpisode:
 
     def add(self, chunk: EnvChunk) -> None:
         """Add its next chunk; rows are copied where it goes on, since the fragment's memory will be reused."""
-        for agent in chunk.agents:
-            if agent.key not in self.agents:
-                self.agents[agent.key] = AgentSteps(agent)
-            self.agents[agent.key].add(agent, is_copied=not chunk.is_done)
+        for key, fragment, index in chunk.agents:
+            if key not in self.agents:
+                self.agents[key] = AgentSteps(fragment, index)
+            self.agents[key].add(fragment, index, is_copied=not chunk.is_done)
         self.stop, self.is_truncated = chunk.stop, chunk.is_truncated
         self.custom_data |= chunk.custom_data
         self.early |= chunk.early  # with what came in the fragments before
@@ -178,20 +173,18 @@ class AgentSteps:
     slot    of the fragments that they are from
     """
 
-    def __init__(self, chunk: AgentChunk) -> None:
-        chunks, layout = chunk.fragment.chunks, chunk.fragment.layout
-        self.slot = int(chunks.slot[chunk.place])
-        self.id_ = layout.episode_id(self.slot, int(chunks.number[chunk.place]))
+    def __init__(self, fragment: Fragment, index: int) -> None:
+        self.slot = int(fragment.chunks.slot[index])
+        self.id_ = fragment.layout.episode_id(self.slot, int(fragment.chunks.number[index]))
         self.parts: list[_Part] = []
         self.num_steps = 0
         self.initial_state: Tree = None
         self.custom_data: dict[Any, Any] = {}
 
-    def add(self, chunk: AgentChunk, *, is_copied: bool) -> None:
-        """Add a chunk, or copies of its rows."""
-        fragment, chunks, slot = chunk.fragment, chunk.fragment.chunks, self.slot
-        kept = np.array if is_copied else np.asarray
-        start, stop = int(chunks.start[chunk.place]), int(chunks.stop[chunk.place])
+    def add(self, fragment: Fragment, index: int, *, is_copied: bool) -> None:
+        """Add a chunk of a fragment, or copies of its rows."""
+        chunks, slot, kept = fragment.chunks, self.slot, np.array if is_copied else np.asarray
+        start, stop = int(chunks.start[index]), int(chunks.stop[index])
         columns = {
             name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), fragment.columns[name].tree)
             for name in (Columns.OBS, *RECORDED, *fragment.extra_columns)
@@ -199,11 +192,11 @@ class AgentSteps:
         observation, last_infos = fragment.last_of(stop, slot)
         rows = *fragment.infos[start:stop], last_infos
         *infos, last_info = [copied(info_of(each, slot)) if each else {} for each in rows]
-        self.parts.append(_Part(columns, infos, map_tree(kept, observation), last_info, fragment.times_of(chunk.place)))
-        if not chunks.t_started[chunk.place]:
+        self.parts.append(_Part(columns, infos, map_tree(kept, observation), last_info, fragment.times_of(index)))
+        if not chunks.t_started[index]:
             self.initial_state = fragment.starts.get((start, slot))
         self.num_steps += stop - start
-        self.custom_data |= fragment.custom_data.get((slot, int(chunks.number[chunk.place])), {})
+        self.custom_data |= fragment.custom_data.get((slot, int(chunks.number[index])), {})
 
     def end(self, reason: str) -> None:
         """End the episode as truncated with its environment, which was lost, unless it has ended."""

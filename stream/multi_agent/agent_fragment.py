@@ -1,7 +1,7 @@
 """AgentFragment: the steps of one part's agents in a fragment of a multi-agent lane."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
@@ -220,6 +220,13 @@ class AgentFragment(Fragment):
         if has_ended:
             times[-1] = self.ends[stop - 1, slot]
         return times
+
+    def early_in(self, env: int, started: int, stop: int) -> Iterator[tuple[int, int, float]]:
+        """Place of the agent, vector step and reward of an environment's `early` between two vector steps."""
+        for vector_step, slot, reward in self.early:
+            of_env, place = divmod(slot, len(self.part.agents))
+            if of_env == env and started < vector_step <= stop:
+                yield place, vector_step, reward
 
     def parent_of(self, row: int, slot: int) -> str:
         """The id of the multi-agent episode that the observation of a slot in a row is of."""

@@ -66,12 +66,10 @@ def _awaited(
     """
     awaited: dict[Any, AwaitedAgent] = {}
     for part in parts:
-        agents = part.part.agents
-        for vector_step, slot, reward in part.early:
-            if slot // len(agents) == env and started < vector_step <= stop:
-                agent = agents[slot % len(agents)]
-                early = timelines.get(agent) or awaited.setdefault(agent, AwaitedAgent())
-                early.received = merged({vector_step - 1 - started: np.float32(reward)}, early.received)
+        for place, vector_step, reward in part.early_in(env, started, stop):
+            agent = part.part.agents[place]
+            early = timelines.get(agent) or awaited.setdefault(agent, AwaitedAgent())
+            early.received = merged({vector_step - 1 - started: np.float32(reward)}, early.received)
     return awaited
 
 

@@ -109,7 +109,7 @@ def _by_episode(fragment: MultiAgentFragment) -> dict[tuple[int, int], list[Agen
             nths = fragment.clock.nth_of(envs, part.clock[view.chunks.start, view.chunks.slot])
             rows = zip(envs.tolist(), nths.tolist(), places.tolist(), strict=True)
             for index, (env, nth, place) in enumerate(rows):
-                found.setdefault((env, nth), []).append(AgentChunk((number, place, module_id), view, index))
+                found.setdefault((env, nth), []).append(((number, place, module_id), view, index))
     return found
 
 
@@ -119,10 +119,8 @@ def _early_of(
     """(part, place) -> vector steps and rewards of an agent before its first observation in an episode."""
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for number, part in enumerate(fragment.parts):
-        for vector_step, slot, reward in part.early:
-            of_env, place = divmod(slot, len(part.part.agents))
-            if of_env == env and started < vector_step <= stop:
-                found.setdefault((number, place), []).append((vector_step, reward))
+        for place, vector_step, reward in part.early_in(env, started, stop):
+            found.setdefault((number, place), []).append((vector_step, reward))
     return found
 
 
