@@ -59,38 +59,29 @@ def test_a_fragment_is_the_same(drawn: Drawn) -> None:
         assert mine.policy_versions() == theirs.policy_versions()
 
 
-def test_lost_environments_are_known_behind_the_wire() -> None:
-    """Some episodes have ended with the very step after which all are lost."""
-    _, rollout = made(DRAWN)
-    with rollout:
-        fragments = iter(rollout.fragments())
-        next(fragments)
-        lane = rollout.environments.lanes[0]
-        lane.lose("a crash")
-        here = lane.cut()
-    parts = description_of(DRAWN).parts
-    there = agents_of_message(behind_the_wire(message_of(1, here, parts, {})), parts)
-    assert there.losses == here.losses
-    assert there.losses[0][1] == "a crash"
-    assert there.clock.ends == here.clock.ends
-    assert all(is_lost for *_, is_lost in here.clock.ends)
-    assert_alike([there], [here])
-
-
-def test_environments_that_were_lost_before_the_first_step_are_known_behind_the_wire() -> None:
-    """In another life: its first episodes have number 0, and those that were lost the number before."""
+@pytest.mark.parametrize("is_before", [False, True])
+def test_lost_environments_are_known_behind_the_wire(is_before: bool) -> None:
+    """Lost before the first step, in another life, the first episodes have number 0, and the lost ones that before."""
     _, rollout = made(DRAWN)
     with rollout:
         here = next(iter(rollout.fragments()))
-    here.begin_after_loss("a crash")
-    assert here.clock.numbers.tolist() == [-1] * here.num_envs
+        if is_before:
+            here.begin_after_loss("a crash")
+        else:
+            lane = rollout.environments.lanes[0]
+            lane.lose("a crash")
+            here = lane.cut()
     parts = description_of(DRAWN).parts
     message = behind_the_wire(message_of(1, here, parts, {}))
     there = agents_of_message(message, parts)
+    assert there.clock.ends == here.clock.ends
+    assert [is_lost for *_, is_lost in here.clock.ends[: here.num_envs]] == [True] * here.num_envs
     assert there.losses == here.losses == [(here.clock.first, "a crash")]
+    assert here.clock.numbers.tolist() == [-1 if is_before else 0] * here.num_envs
     assert_alike([there], [here])
-    with pytest.raises(WireError, match=r"numbers is .*, expected numbers from 0 to"):
-        agents_of_message(replace(message, rest={**message.rest, "losses": []}), parts)
+    if is_before:
+        with pytest.raises(WireError, match=r"numbers is .*, expected numbers from 0 to"):
+            agents_of_message(replace(message, rest={**message.rest, "losses": []}), parts)
 
 
 def places_in(value: Any, path: Path = ()) -> Iterator[Path]:
