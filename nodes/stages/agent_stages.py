@@ -50,9 +50,11 @@ class JointPieces:
         Raises ConnectorError where they are others for one agent of a part than for another.
         """
         left: Any = self.pipeline.observation_space
+        agents = {agent for part in self._parts for agent in part.agents}
+        is_by_agents = isinstance(left, gym.spaces.Dict) and set(left.spaces) == agents
         parts = []
         for part in self._parts:
-            spaces = [left[agent] if self._is_by_agents(left) else left for agent in part.agents]
+            spaces = [left[agent] if is_by_agents else left for agent in part.agents]
             for agent, space in zip(part.agents, spaces, strict=True):
                 if space != spaces[0]:
                     raise ConnectorError(
@@ -63,10 +65,6 @@ class JointPieces:
             same = spaces[0] == part.observation_space
             parts.append(part if same else part._replace(observation_space=spaces[0]))
         return tuple(parts)
-
-    def _is_by_agents(self, space: Any) -> bool:
-        agents = {agent for part in self._parts for agent in part.agents}
-        return isinstance(space, gym.spaces.Dict) and set(space.spaces) == agents
 
     def __call__(self, lane: MultiAgentLane, modules: "AgentsActing", explore: bool, metrics: Any) -> None:
         """Have the pieces see what the last step gave: first the episodes that it has ended, then those that go on."""

@@ -166,8 +166,7 @@ class FragmentRounds(Generic[F]):
         self.error: Exception | None = None
         self.lag, self._returns = lag, returns
         # Sets are replaced, and not changed: the ring's thread does so.
-        self._lanes = frozenset(lanes)  # that have come
-        self._left: frozenset[int] = frozenset()  # of them
+        self._lanes = frozenset(lanes)  # that rounds are made of
         self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
         self._gone: dict[int, int] = {}  # lane -> fragments that it gives in all
         self._given: dict[int, int] = {}  # lane -> those that have come
@@ -194,7 +193,7 @@ class FragmentRounds(Generic[F]):
             over = {lane for lane, total in self._gone.copy().items() if self._given.get(lane, 0) >= total}
             return bool(taken) and self._lanes - over <= taken
         # After the last lane has left, others are waited for.
-        return len(self._waiting) >= max(1, len(self._lanes - self._left - (self._absent - taken)))
+        return len(self._waiting) >= max(1, len(self._lanes - (self._absent - taken)))
 
     def lane_joined(self, lane: int) -> None:
         """Have rounds wait for a lane more. From any thread."""
@@ -202,7 +201,8 @@ class FragmentRounds(Generic[F]):
 
     def lane_left(self, lane: int) -> None:
         """Have rounds of a fragment less, but for rounds of every lane: see `lane_gone`. From any thread."""
-        self._left |= {lane}
+        if not self.lag.is_pacing:
+            self._lanes -= {lane}
 
     def lane_absent(self, lane: int) -> None:
         """Have rounds be full without a fragment of a lane, but for a round of every lane. From any thread."""
