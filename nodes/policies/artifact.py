@@ -1,11 +1,11 @@
 """A policy as files and back: the manifest, the arrays beside it, and the checks when they are read."""
 
 import copy
-import itertools
 import json
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.common.batches import as_array
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, LambdaConnector
 from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.policy_weights import Arrays as WeightArrays, from_arrays, to_arrays
@@ -383,49 +383,32 @@ class _Recorder:
                     key = f"{part}: {name} {array.dtype}"
                     self._parts.setdefault(key, []).append(np.array(array).reshape(-1))
 
+    def saw(self, part: str, sees_episodes: bool, batch: Batch, episodes: Any) -> None:
+        """Record the batch, and the observations of the episodes, as a part leaves them."""
+        if sees_episodes:
+            is_columnar = isinstance(episodes, LaneEpisodes)
+            latest = episodes.observations() if is_columnar else [each.get_observations(-1) for each in episodes]
+            self.record(part, {"episodes": latest})
+        self.record(part, batch)
+
     def arrays(self) -> Arrays:
         return {name: np.concatenate(parts) for name, parts in self._parts.items()}
-
-
-class _Probe(ConnectorV2):
-    """Piece that records the batch, and the observations of the episodes, as the piece before leaves them."""
-
-    columnar = True
-    changes_episodes = False
-
-    def __init__(self, recorder: _Recorder, part: str, number: int, *, sees_episodes: bool) -> None:
-        super().__init__()
-        self.recorder, self.part, self.sees_episodes = recorder, part, sees_episodes
-        self.name = f"probe {number}"
-
-    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
-        if self.sees_episodes:
-            if isinstance(episodes, LaneEpisodes):
-                latest = episodes.observations()
-            else:
-                latest = [each.get_observations(-1) for each in episodes]
-            self.recorder.record(self.part, {"episodes": latest})
-        self.recorder.record(self.part, batch)
-        return batch
 
 
 def _probed(
     pipeline: ConnectorPipelineV2, recorder: _Recorder, where: str, before: str | None = None
 ) -> ConnectorPipelineV2:
     """A pipeline of the same pieces, with a probe behind each; `before` names what the first piece is given."""
-    sees = where == "env_to_module"
+
+    def probe(part: str) -> ConnectorV2:
+        saw = partial(recorder.saw, part, where == "env_to_module")
+        return LambdaConnector(saw, name="probe", columnar=True, changes_episodes=False)
+
     pipeline = copy.deepcopy(pipeline)  # a piece is in one pipeline at a time
-    numbers = itertools.count()
-
-    def probes() -> Iterator[ConnectorV2]:
-        if before is not None:
-            yield _Probe(recorder, before, next(numbers), sees_episodes=False)
-        for name, piece in zip(pipeline.names, pipeline, strict=True):
-            yield piece
-            yield _Probe(recorder, f"{where}/{name}", next(numbers), sees_episodes=sees)
-
-    spaces_ = pipeline.input_observation_space, pipeline.input_action_space
-    return type(pipeline)(*spaces_, connectors=list(probes()))
+    pieces = [probe(before)] if before else []
+    for name, piece in zip(pipeline.names, pipeline, strict=True):
+        pieces += [piece, probe(f"{where}/{name}")]
+    return type(pipeline)(pipeline.input_observation_space, pipeline.input_action_space, connectors=pieces)
 
 
 def observations_at(space: gym.Space[Any], inputs: Arrays, step: int) -> Tree:
