@@ -11,13 +11,13 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_count
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.multi_agent_env import adapted, agent_spaces
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
-from rollflow.stream.data.errors import PolicyError, shown
+from rollflow.stream.data.errors import PolicyError, refused, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.graph.seeding import env_seed_for
@@ -96,11 +96,8 @@ def evaluated(policy: "Policy", env: EnvMaker, *, episodes: int, num_envs: int, 
     plain form has other spaces than the policy is made in its vectorized form, as a rollout makes it; slots of vector
     environments have a seed for their first episode, and go on with their generators.
     """
-    for name, count in (("episodes", episodes), ("num_envs", num_envs)):
-        try:
-            checked_count(name, count, 1)
-        except ValueError as error:
-            raise PolicyError(str(error)) from None
+    with refused("there is nothing to evaluate"):
+        check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     envs: list[gym.Env[Any, Any] | VectorEnv[Any, Any, Any]] = [_made(env, policy, min(num_envs, episodes))]
 
     def close() -> None:
@@ -234,8 +231,8 @@ def evaluate_agents(
     An agent's length is the number of its actions. Sessions of the policies are begun anew, one for each agent. Raises
     PolicyError for an agent without a policy, or with one for other spaces.
     """
-    if episodes < 1:
-        raise PolicyError(f"episodes is {episodes}, expected 1 or more")
+    with refused("there is nothing to evaluate"):
+        check_numbers(episodes=(episodes, 1))
     made = adapted(env())
     try:
         _check_agents(policies, made)

@@ -173,20 +173,13 @@ class Timer:
         return self.total_ns / self.calls / 1e3 if self.calls else 0.0
 
 
-class Runners:
-    """Rollouts and others that run a pipeline while their `is_running` is True, by weak references; a copy has none."""
-
-    def __init__(self) -> None:
-        self._runners: tuple[weakref.ref[Any], ...] = ()
-
-    def add(self, runner: Any) -> None:
-        """Have one more."""
-        self._runners = (*self._runners, weakref.ref(runner))
+class Runners(weakref.WeakSet[Any]):
+    """Rollouts and others that run a pipeline while their `is_running` is True; a copy has none."""
 
     @property
     def are_running(self) -> bool:
         """True while one of them runs."""
-        return any(runner is not None and runner.is_running for runner in (each() for each in self._runners))
+        return any(runner.is_running for runner in self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Runners, ()
