@@ -76,7 +76,6 @@ class LockedFolder:
     def write_description(self, fields: Mapping[str, Any]) -> None:
         """Put another description into the place of the one that is there. Raises OSError; that one stays then."""
         write_file(self.path / self.description, json.dumps(fields, indent=1).encode())
-        sync(self.path)
 
     def read_description(self) -> dict[str, Any]:
         """The description. Raises OSError where there is none, ValueError for what is no JSON object."""

@@ -214,6 +214,7 @@ class DatasetFolder(LockedFolder):
     def _write(self, description: dict[str, Any]) -> None:
         try:
             self.write_description(description)
+            sync(self.path)
         except OSError as error:
             raise DatasetError(f"a dataset can't be written to {self.path}: {error}").see("dataset") from error
 

@@ -138,7 +138,7 @@ class SampleServer:
         return SamplerPeer(transport_for(sock, connection, self._tls, dialled=None), connection, where)
 
     def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:
-        """Take a message of a sampler. Raises WireError where there are too many of them."""
+        """Take a message of a sampler."""
         if isinstance(event, wire.Hello):
             self._take_in(peer, event)
         elif peer.session is None or self._peer_of(peer.session) is not peer:
