@@ -11,7 +11,6 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
-from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.offloaded.rollout_report import HostedLane, LaneProgress, RolloutReport, account_of, progress_of
@@ -52,7 +51,6 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     fragment_in: Callable[[Fragment, int, str | None], Any]
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
-        self._form: Any = None  # of a row of the columns
         self._settings: Settings | None = None  # None: the rollout has not begun
         self._stocks: dict[bytes, _Stock] = {}  # by the token of the host's session
         super().__init__(env, **options)
@@ -199,8 +197,6 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         ):
             if number != expected:
                 raise WireError(f"{name} is {number}, expected {expected}", "fragment")
-        if fragment.num_rows:
-            self._check_form(fragment)
         return fragment
 
     def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
@@ -248,9 +244,6 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         module = None if self.role == "rollout" else str(module_id)  # one agent's rollout has one module
         return Weights(version, *to_arrays(weights), module=module)
 
-    def _check_form(self, fragment: Any) -> None:
-        """Raise WireError where columns have other forms than in the fragments before."""
-
     def _cut(self, lanes: Iterable[Any]) -> None:
         """Have fragments that are being made end now."""
         gateway = self.gateway
@@ -286,11 +279,6 @@ class HostedRollouts(HostRollouts, OneAgentRollouts):  # type: ignore[misc]  # t
     """`HostRollouts` of environments with one agent each."""
 
     role = "rollout"
-
-    def _check_form(self, fragment: Any) -> None:
-        form = form_of(fragment.columns)
-        self._form = self._form or form
-        check_form(form, self._form)
 
 
 class AgentHostedRollouts(HostRollouts, AgentRollouts):  # type: ignore[misc]  # as above

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.modules.policy_weights import Weights
+from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, spaces_seen
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.stages.env_to_module import CuttingStage
@@ -191,14 +192,13 @@ class OffloadedRollouts(LaneSource):
     def stages(self, elapsed_s: float) -> list[NodeReport]:
         """Counts of the stages: items of all lanes, times of the average lane's place, calls of the slowest lane."""
         found: dict[str, list[Sequence[Any]]] = {}
-        lanes = 0
-        for remote in list(self.remotes):
-            lanes += 1
+        remotes = list(self.remotes)
+        for remote in remotes:
             for name, *counts in remote.counted():
                 found.setdefault(name, []).append(counts)
         reports = []
         for name, counted in found.items():
-            busy = min(elapsed_s, sum(busy for _, busy, *_ in counted) / lanes)
+            busy = min(elapsed_s, sum(busy for _, busy, *_ in counted) / len(remotes))
             timed = [(CallStats(*times), piece) for _, _, *calls in counted if calls for *times, piece in [calls]]
             calls, piece = max(timed, default=(None, ""))
             items = sum(items for items, *_ in counted)
@@ -210,14 +210,20 @@ class OneAgentRollouts(Environments):
     """Environments of rollouts that are done elsewhere, with one agent each."""
 
     acting: Any
+    _form: Any = None  # of a row of the columns
 
     def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Fragment:
         """The fragment in a message of environments with this seed, which were lost before it, or not (None).
 
-        Raises WireError where it is none.
+        Raises WireError where it is none, or its columns have other forms than in the fragments before.
         """
         layout = self._layout(message.lane, self.envs[message.lane], seed)
-        return fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
+        fragment = fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
+        if is_checked and fragment.num_rows:
+            form = form_of(fragment.columns)
+            self._form = self._form or form
+            check_form(form, self._form)
+        return fragment
 
     @cached_property
     def _spaces(self) -> list[Any]:

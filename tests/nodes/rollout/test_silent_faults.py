@@ -66,32 +66,26 @@ def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: in
         assert signs[0].text.startswith("90% of 1,000 transitions were left out as too old: max_lag=1 with")
 
 
-def test_returns_that_never_change_through_ten_versions_are_named() -> None:
-    returns: Any = SimpleNamespace(returns=deque([7.5], maxlen=100), count=1)
+@pytest.mark.parametrize(
+    ("first", "later", "named_at"),
+    [([7.5], [7.5] * 99, 10), ([7.5, 8.0], [8.0] * 100, None), ([], [], None), ([1.0] * 99, [], None)],
+    ids=["one return", "learnt to have one", "none", "too few"],
+)
+def test_returns_that_never_change_through_ten_versions_are_named(
+    first: list[float], later: list[float], named_at: int | None
+) -> None:
+    returns: Any = SimpleNamespace(returns=deque(first, maxlen=100), count=len(first))
     check = ReturnsCheck(returns)
     assert check.signs(0) == ()
-    returns.returns.extend([7.5] * 99)
-    returns.count = 250
-    assert check.signs(9) == ()
-    [sign] = check.signs(10)
-    assert sign.text.startswith("the returns of all 250 episodes are 7.5, through 10 published versions")
-    returns.returns.append(8.0)
-    assert check.signs(20) == ()
-
-
-def test_a_policy_that_has_learnt_to_have_one_return_is_in_order() -> None:
-    returns: Any = SimpleNamespace(returns=deque([7.5, 8.0], maxlen=100), count=2)
-    check = ReturnsCheck(returns)
-    assert check.signs(0) == ()
-    returns.returns.extend([8.0] * 100)
-    returns.count = 1000
-    assert [check.signs(version) for version in range(50)] == [()] * 50
-
-
-@pytest.mark.parametrize("count", [0, 99])
-def test_too_few_returns_say_nothing(count: int) -> None:
-    check = ReturnsCheck(SimpleNamespace(returns=deque([1.0] * count), count=count))
-    assert [check.signs(version) for version in range(50)] == [()] * 50
+    returns.returns.extend(later)
+    returns.count += len(later) and 250
+    told = [check.signs(version) for version in range(50)]
+    assert [bool(signs) for signs in told] == [named_at is not None and version >= named_at for version in range(50)]
+    if named_at is not None:
+        [sign] = told[named_at]
+        assert sign.text.startswith("the returns of all 251 episodes are 7.5, through 10 published versions")
+        returns.returns.append(8.0)
+        assert check.signs(50) == ()
 
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])
