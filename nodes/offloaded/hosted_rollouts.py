@@ -11,8 +11,8 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
+from rollflow.nodes.offloaded.lane_rollout import Replica
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
-from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.offloaded.rollout_report import HostedLane, LaneProgress, RolloutReport, account_of, progress_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError

@@ -9,7 +9,7 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, spaces_seen
-from rollflow.nodes.offloaded.replica import Published
+from rollflow.nodes.offloaded.lane_rollout import Published
 from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.stream import wire

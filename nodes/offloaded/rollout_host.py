@@ -20,8 +20,7 @@ from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
-from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
-from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica
+from rollflow.nodes.offloaded.lane_rollout import Drained, LanePlan, LaneRollout, LaneSite, Replica, is_of_environment
 from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.nodes.stages.acting import Acting, acting_for, compile_options

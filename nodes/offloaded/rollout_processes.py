@@ -4,17 +4,273 @@ import selectors
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollflow.nodes.env.workers.frames import FrameKind, frame
+import cloudpickle
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
-from rollflow.nodes.env.workers.worker_node import WorkerNode
+from rollflow.nodes.env.workers.watch import Activity
+from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
 from rollflow.nodes.modules.policy_weights import Weights, pack_weights
+from rollflow.nodes.offloaded.lane_rollout import LanePlan, Replica
+from rollflow.nodes.offloaded.lent_fragments import FragmentReader
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
-from rollflow.nodes.offloaded.replica import LanePlan, Replica
-from rollflow.nodes.offloaded.rollout_link import RolloutLink
+from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.blocks import SharedBlock, written_block
+from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import pack
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.observe.waits import Wait
+
+# At the head of what a worker is set up with, i64 each:
+#   how many transitions it has made
+#   how often it has got on with something, which is what tells it from one that hangs
+#   two numbers of what is under way, as `CallMark` has them
+#   for how long each of its stages has been busy, in ns, when it got on with something last
+#   how many transitions the next vector step may end
+PROGRESS_BYTES = 128
+MARK, BUSY, UNDER_WAY = slice(2, 4), slice(4, 4 + len(STAGES)), 4 + len(STAGES)
+
+
+class RolloutLink(LaneLink):
+    """The link to a worker that makes whole fragments.
+
+    lane       token of the lane, which goes round
+    steps      transitions in the fragments that have come
+    stages     what the worker's stages have counted, as `LaneRollout.report` has it
+    versions   module id -> version of the weights that were sent last
+    untaken    weights that were sent and that the worker has not taken over yet
+    lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
+    """
+
+    def __init__(self, index: int, maker: Any, node: Any) -> None:
+        super().__init__(index, maker, node)
+        self.lane: TurnToken
+        self.steps = 0
+        self.versions: dict[Any, int] = {}
+        self.untaken = 0
+        self.lost: str | None = None
+        self.stages: list[list[Any]] = []
+        self._failure: Mapping[str, Any] | None = None  # that the last fragment tells of
+        self._has_told = False  # whether the last fragment of the worker that is being lost says itself why
+        self._states: SharedBlock | None = None  # of connectors, that the worker was told last
+        self._reported = 0  # by the worker as it is now
+        self._progress: NDArray[np.int64] | None = None
+        self._fragments: FragmentReader | None = None
+        self._seed = 0  # of the environments since the last start
+
+    # Requests
+
+    def step(self) -> None:
+        """Have the next fragment made."""
+        self._turn()
+
+    def offer(self) -> None:
+        """Have the newest weights used in the fragment that is being made, unless others are under way."""
+        if self.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.untaken:
+            self._send_weights()
+
+    def _reset(self) -> None:
+        """Have the rollout built, with the weights of its replica, and its first fragment made."""
+        replica, plan = self.node.replica_for(self.lane, self.starts)
+        pickled = pickled_replica(replica, plan)
+        block = SharedBlock(PROGRESS_BYTES + len(pickled))
+        block.write(pickled, PROGRESS_BYTES)
+        self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
+        self._progress[MARK] = 0, -1
+        self._reported = 0
+        self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
+        self._seed = plan.seed
+        self.versions, self.untaken = dict(replica.versions), 0
+        self.send(frame(FrameKind.SET_UP, number=block.size), block.fd)
+        block.close()
+        self._turn()
+
+    def _turn(self) -> None:
+        """Have the next fragment made, with the newest weights, and with what connectors elsewhere have learnt."""
+        assert self._fragments is not None
+        while self._fragments.freed:
+            self.send(frame(FrameKind.FREE, self._fragments.freed.popleft()))
+        states = self.node.states
+        if states is not None and states is not self._states:
+            self.send(frame(FrameKind.STATES, number=states.size), states.fd)
+        self._states = states
+        self._send_weights()
+        self.send(frame(FrameKind.TURN))
+
+    def _send_weights(self) -> None:
+        for module_id, version, block in self.node.lacking(self.versions):
+            self.send(frame(FrameKind.WEIGHTS, number=block.size), block.fd)
+            self.versions[module_id], self.untaken = version, self.untaken + 1
+
+    # Answers
+
+    def take(self, answer: Frame) -> bool:
+        """Take a fragment, or what the worker says beside it."""
+        kind, fragments = answer.kind, self._fragments
+        assert fragments is not None
+        if kind is FrameKind.NEW_BLOCK:
+            fragments.map(answer.block, SharedBlock(answer.number, answer.fd))
+        elif kind is FrameKind.TAKEN:
+            self.untaken -= 1
+            self.offer()
+        elif kind is FrameKind.FRAGMENT:
+            self._take_fragment(fragments, answer)
+            return True
+        return False
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """Error that the last fragment told of, which has what was made until then."""
+        return self._failure
+
+    def fail(self, failure: Mapping[str, Any]) -> int:
+        """Take an error that the worker told of: how many transitions were under way."""
+        self.forget_progress()
+        self._has_told = failure is self._failure
+        if not self._has_told:
+            self.lost = f"{failure['type']}: {failure['text']}"
+        return int(failure.get("lost_steps", 0))
+
+    def _take_fragment(self, fragments: FragmentReader, answer: Frame) -> None:
+        fields = self._fields_of(answer)
+        message = fragments.read(fields)
+        self.lane.take(self.node.fragment_in(message, self._seed, self.lost, is_checked=False))
+        self.lost = None
+        self.steps += fields["steps"] - self._reported
+        self._reported, self.stages = fields["steps"], fields["nodes"]
+        self.phase, self._failure = LanePhase.READY, None
+        if "failure" in fields:
+            self._failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
+        else:
+            self.failures = 0
+        self.node.take_message(self.index, fields)
+
+    # What is seen
+
+    def counted(self) -> list[list[Any]]:
+        """Counts of the worker's stages, as `stages`, up to its newest step, and the call under way."""
+        progress, stages = self._progress, {name: counts for name, *counts in self.stages}
+        if progress is None:
+            return self.stages
+        at_work, steps = self.under_way, int(progress[1])
+        busy = dict(zip(STAGES, (progress[BUSY] / 1e9).tolist(), strict=True))
+        if at_work is not None:
+            busy[at_work[0]] += at_work[1]
+        return [
+            [name, max(items, steps), seconds, *calls]
+            for name, seconds in busy.items()
+            for items, _, *calls in [stages.get(name, (0, 0.0))]
+        ]
+
+    @property
+    def under_way(self) -> tuple[str, float] | None:
+        """The stage whose call is under way in the worker, and for how many seconds; None where there is none."""
+        if self._progress is None:
+            return None
+        since, number = self._progress[MARK].tolist()
+        return None if number < 0 else (STAGES[number], max(clock() - since, 0) / 1e9)
+
+    @property
+    def unreported(self) -> int:
+        """Transitions that the worker has made and that are in no fragment that has come."""
+        return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
+
+    def lose(self, reason: str) -> int:
+        """Give the worker up: how many transitions are lost with it, the step that was under way among them."""
+        is_making = self.is_waited and self._progress is not None
+        if is_making or (self.phase is LanePhase.READY and not self._has_told):
+            self.lost = reason
+        self._has_told = False
+        if self._progress is None or not is_making:
+            return 0
+        lost = self.unreported + int(self._progress[UNDER_WAY])
+        self.has_stepped |= self.has_made_steps
+        self.forget_progress()
+        return lost
+
+    def lose_idle(self) -> int:
+        """Nothing is lost with a lane that was lost between two turns."""
+        return 0
+
+    @property
+    def doing(self) -> Wait:
+        """What the worker is at right now: a call of one of its stages, or its environments' first reset."""
+        at_work = self.under_way
+        if at_work is None or self.phase is not LanePhase.STEPPING:
+            return super().doing
+        stage, seconds = at_work
+        doing = super().doing.doing if stage == STAGES[0] else f"is in node '{stage}'"
+        return Wait("", "call", doing, mark=(self.pulse, stage), age_s=seconds, calls=self.pulse)
+
+    def late_with(self, text: str) -> str:
+        """The words for what the worker is late with, and the stage that it hangs in."""
+        at_work = self.under_way
+        return text if at_work is None else f"{text}; it has been in node '{at_work[0]}' for {at_work[1]:.1f} s"
+
+    def release(self) -> None:
+        """Release the memory that the worker wrote to; its counts stay."""
+        self._fragments = self._states = None
+        if self._progress is not None:
+            self._progress = self._progress.copy()
+
+    def forget_progress(self) -> None:
+        """Count no more what the worker has made and not given."""
+        self._progress = None
+
+    @property
+    def has_made_steps(self) -> bool:
+        """True once its environments have made a step."""
+        return self.steps + self.unreported > 0
+
+    @property
+    def has_no_step(self) -> bool:
+        """True where the lane would have to be made or reset before it could come back with a step."""
+        # A worker says that it gets on with something before it looks for what it has been told: one that has not said
+        # so by now will find that it is to end, and make no step.
+        return super().has_no_step and not (self.phase is LanePhase.RESETTING and self.pulse)
+
+    @property
+    def progress(self) -> tuple[int, Activity]:
+        """Count by which the worker shows that it gets on, and its activity."""
+        turns, activity = super().progress
+        return turns + self.pulse, activity
+
+    @property
+    def pulse(self) -> int:
+        """Count by which the worker shows that it gets on: first when its environments have been reset."""
+        return 0 if self._progress is None else int(self._progress[1])
+
+
+def pickled_replica(replica: Replica, plan: LanePlan) -> bytes:
+    """Pickle the parts of a rollout. Raises EnvError that names what can't be."""
+    try:
+        pickled: bytes = cloudpickle.dumps({"replica": replica, "plan": plan})
+    except Exception as error:
+        raise EnvError(
+            f"{_unpicklable(replica)} can't be handed to a worker process: {error}; expected it to hold nothing that "
+            "can't be pickled"
+        ).see("pickle") from error
+    return pickled
+
+
+def _unpicklable(replica: Replica) -> str:
+    """The name of the part of a rollout that can't be pickled."""
+    modules = [(f"module '{type(module).__name__}'", module) for module in replica.modules.values()]
+    pieces = [
+        (f"{name}, piece '{piece.name}'", piece)
+        for name, pipeline in replica.named_pipelines
+        for piece in pipeline.connectors
+    ]
+    for name, part in modules + pieces:
+        try:
+            cloudpickle.dumps(part)
+        except Exception:
+            return name
+    return "the rollout"
 
 
 class WorkerRollouts(WorkerNode, OffloadedRollouts):

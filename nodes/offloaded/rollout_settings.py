@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from rollflow.nodes.modules.default_module import DefaultModule, model_config_of
-from rollflow.nodes.offloaded.replica import Replica
+from rollflow.nodes.offloaded.lane_rollout import Replica
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import Settings

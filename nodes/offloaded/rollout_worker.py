@@ -14,10 +14,9 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_wit
 from rollflow.nodes.env.workers.lane_server import LaneServer, failure
 from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.policy_weights import unpack_weights
-from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
+from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, LaneSite, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
-from rollflow.nodes.offloaded.replica import LaneSite
-from rollflow.nodes.offloaded.rollout_link import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
+from rollflow.nodes.offloaded.rollout_processes import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.packing import unpack
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.modules.rl_module import MultiRLModule
@@ -14,7 +15,7 @@ from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate, eval
 from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
 from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
-from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import lookback_for
 from rollflow.nodes.stages.agent_learner import AgentLearner
 from rollflow.nodes.stages.module_set import AgentsActing

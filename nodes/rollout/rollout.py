@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
-from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import (
     EnvToModulePipeline,
@@ -21,7 +21,7 @@ from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_space
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
 from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import ONE_AGENT
-from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import Acting, lookback_for, pieces_given
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID

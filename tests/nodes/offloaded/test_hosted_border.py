@@ -17,7 +17,7 @@ from remote_rollouts import hosted, makers, rollout_over
 from rollflow import MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.env_source import lane_makers
-from rollflow.nodes.offloaded.replica import Replica
+from rollflow.nodes.offloaded.lane_rollout import Replica
 from rollflow.nodes.offloaded.rollout_host import RolloutLane
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import WireError
