@@ -93,7 +93,16 @@ def feed(
         graph.connect("learner", "trainer")
     else:
         graph.connect("rollout.fragments", "trainer")
-    _run(graph, sink, rollout.stall, on_end, trace)
+    handlers = _signal_handlers()
+    try:
+        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers), rollout.stall, trace)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # an event loop would leave others
+    if report is not None and on_end is not None:
+        on_end(report)
+    if signalled is not None:
+        signal.raise_signal(signalled)  # takes effect afterwards
     return sink.goodbye
 
 
@@ -115,26 +124,6 @@ def _check_leaves_batches(rollout: AnyRollout) -> None:
                 f"the rollout has {name}=, and its batches are made at the trainer: expected "
                 f"TrainerStream({instead}) there, or a graph with a LearnerPipeline and TrainerSink(sends='batches')"
             )
-
-
-def _run(
-    graph: Graph,
-    sink: TrainerSink,
-    rules: StallRules,
-    on_end: Callable[[Report], object] | None,
-    trace: str | PathLike[str] | None,
-) -> None:
-    """Run the graph; a signal that has ended it takes effect afterwards."""
-    handlers = _signal_handlers()
-    try:
-        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers), rules, trace)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)  # an event loop would leave others
-    if report is not None and on_end is not None:
-        on_end(report)
-    if signalled is not None:
-        signal.raise_signal(signalled)
 
 
 def _signal_handlers() -> dict[signal.Signals, Any]:

@@ -186,6 +186,7 @@ class _Loans:
 
 _MOST_BLOCKS = 1 << 16  # of one connection's
 _MOST_FREED = 1024  # that are told at a time
+_MOST_CHECKED = 64  # headers that are remembered
 
 
 class FragmentBorrower:
@@ -200,6 +201,7 @@ class FragmentBorrower:
         # Shows the source that somebody has something of it, as long as it is open: whatever was lent holds it.
         self._life: Descriptor | None = None
         self._freed: deque[int] = deque()  # blocks, once for each array that has gone
+        self._checked: set[bytes] = set()  # headers that columns have had, which say all but the values
 
     def fragment(self, message: Lent) -> Fragment:
         """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere.
@@ -212,7 +214,10 @@ class FragmentBorrower:
         for number in message.gone:
             if self._blocks.pop(number, None) is None:
                 raise WireError(f"lent: block {number} is gone, expected one that there is", "memory")
-        columns = _COLUMNS(decode_lent(message.columns, blocks), "lent.columns")
+        columns = decode_lent(message.columns, blocks)
+        if message.columns not in self._checked:
+            columns = _COLUMNS(columns, "lent.columns")
+            self._checked = {message.columns, *list(self._checked)[:_MOST_CHECKED]}
         return Fragment(message.lane, message.number, columns, message.rest)
 
     def freed(self) -> tuple[int, ...]:

@@ -179,31 +179,37 @@ class ArrayPlaces:
     ) -> None:
         self.roots: dict[SharedBlock, NDArray[np.uint8]] = {}
         self.copied = 0
-        self._known, self._indices = known, dict[SharedBlock, int]()
+        self._known = known
         size = max(_LEAST, 1 << sum([array.nbytes + _ALIGNMENT for array in arrays]).bit_length())
         self._copies = pools.setdefault(size, BlockPool(size, SharedBlock))
+        self._last: NDArray[np.uint8] | None = None  # root of the last array that stayed in its block
+        self._at = self._address = 0  # index and address of that block
 
     def put(self, array: NDArray[Any]) -> tuple[int, int]:
         """Index in `roots` of the block that an array is in from now on, and its offset there."""
         if not array.nbytes:
             return 0, 0
         root = root_of(array)
-        block = block_under(root)
-        if block is not None and (self._known is None or block in self._known):
-            offset = address_of(array) - block.address
-            if offset % 8 == 0:
-                return self._index_of(block, root), offset
+        if root is not self._last:  # as a rule all lie in one block
+            block = block_under(root)
+            if block is None or (self._known is not None and block not in self._known):
+                return self._copied(array)
+            self._last, self._at, self._address = root, self._index_of(block, root), block.address
+        offset = address_of(array) - self._address
+        return self._copied(array) if offset % 8 else (self._at, offset)
+
+    def _copied(self, array: NDArray[Any]) -> tuple[int, int]:
         if not self.copied:
             index, self._root = self._copies.take()
-            self._block = self._copies.blocks[index]
+            self._copies_at = self._index_of(self._copies.blocks[index], self._root)
         offset, end = self.copied, self.copied + array.nbytes
-        self._root[offset:end].view(array.dtype).reshape(array.shape)[...] = array
+        np.copyto(np.ndarray(array.shape, array.dtype, self._root, offset), array)
         self.copied = end + -end % _ALIGNMENT
-        return self._index_of(self._block, self._root), offset
+        return self._copies_at, offset
 
     def _index_of(self, block: SharedBlock, root: NDArray[np.uint8]) -> int:
         self.roots.setdefault(block, root)
-        return self._indices.setdefault(block, len(self._indices))
+        return list(self.roots).index(block)
 
 
 class BlockLayout:

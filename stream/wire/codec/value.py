@@ -131,14 +131,22 @@ class _Reader:
         self._left -= size
         if self._left < 0:
             raise WireError(f"arrays of more than the body's {sum(map(len, self._bodies))} bytes in all", "frame")
-        return _viewed(body[offset : offset + size], dtype, shape)
+        if not size:
+            return np.empty(shape, dtype)
+        array: NDArray[Any] = np.ndarray(shape, dtype, body, offset)
+        if dtype.kind == "b":
+            _check_flags(array)
+        return array
 
     def _number(self, value: list[Any]) -> Any:
         name, data = _exactly(value, 2, "[dtype, bytes]")
         dtype = dtype_of(name)
         if type(data) is not bytes or len(data) != dtype.itemsize:
             raise WireError(f"number {name} of {shown(data)}, expected {dtype.itemsize} bytes", "frame")
-        return _viewed(np.frombuffer(data, np.uint8), dtype, (1,))[0]
+        number = np.frombuffer(data, dtype)
+        if dtype.kind == "b":
+            _check_flags(number)
+        return number[0]
 
     def _objects(self, value: list[Any]) -> NDArray[Any]:
         shape, items = _exactly(value, 2, "[shape, values]")
@@ -187,10 +195,10 @@ def _no_ext(code: int, _: bytes) -> Any:
     raise WireError(f"array described with ext value {code}, expected [dtype, shape, offset]", "frame")
 
 
-def _viewed(data: NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    if dtype.kind == "b" and data.size and data.max() > 1:
-        raise WireError(f"array |b1{list(shape)} has a byte {data.max()}, expected 0 or 1", "frame")
-    return data.view(dtype).reshape(shape)
+def _check_flags(array: NDArray[Any]) -> None:
+    """Raise WireError for an array of bool with a byte that is neither 0 nor 1."""
+    if (most := array.view(np.uint8).max()) > 1:
+        raise WireError(f"array |b1{list(array.shape)} has a byte {most}, expected 0 or 1", "frame")
 
 
 def _name_of(dtype: np.dtype[Any]) -> str:
