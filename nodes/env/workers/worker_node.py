@@ -37,8 +37,9 @@ from rollflow.stream.observe.waits import Wait
 class LaneLink(LaneStatus, abc.ABC):
     """A lane's worker: the socket to it, and what it is asked for there.
 
-    maker     what its environments are made by, pickled
-    node      that the lane is of
+    maker       what its environments are made by, pickled
+    node        that the lane is of
+    activity    of its environments, as the worker says it
     """
 
     def __init__(self, index: int, maker: Any, node: LaneSource) -> None:
@@ -47,7 +48,7 @@ class LaneLink(LaneStatus, abc.ABC):
         self.sock: socket.socket | None = None
         self._maker = _pickled(maker, index)
         self._reader = FrameReader()
-        self._activity = ActivityFlag()
+        self.activity = ActivityFlag()
 
     # Requests that each kind of lane has
 
@@ -104,7 +105,7 @@ class LaneLink(LaneStatus, abc.ABC):
     def progress(self) -> tuple[int, Activity]:
         """Count by which the worker shows that it gets on, and its activity."""
         is_stepped = self.phase in (LanePhase.READY, LanePhase.STEPPING)
-        return self._activity.turns, self._activity.doing if is_stepped else Activity.RESET
+        return self.activity.turns, self.activity.doing if is_stepped else Activity.RESET
 
     @property
     def doing(self) -> Wait:
@@ -116,16 +117,6 @@ class LaneLink(LaneStatus, abc.ABC):
             return Wait("", "call", "makes its environments", limit="reset", mark=self.starts)
         more = {"calls": 0} if phase is LanePhase.RESETTING else {}
         return call_under_way(self.lane, self.progress, **more)
-
-    @property
-    def has_its_turn(self) -> bool:
-        """True while a worker that has several lanes is at this one."""
-        return self._activity.is_at_work
-
-    @property
-    def thread(self) -> int:
-        """The native id of the worker's thread that serves the lane; 0: it has not said so yet."""
-        return self._activity.thread
 
     def late_with(self, text: str) -> str:
         """The words for what the worker is late with, and more where it is known."""
@@ -151,12 +142,12 @@ class LaneLink(LaneStatus, abc.ABC):
         if self.sock is not None:
             selector.unregister(self.sock)
             self.sock = None
-            self._activity = ActivityFlag()
+            self.activity = ActivityFlag()
 
     def make(self) -> None:
         """Have the environments made."""
         flag = SharedBlock(PHASE_BYTES)
-        self._activity = ActivityFlag(flag.array().view(np.int64))
+        self.activity = ActivityFlag(flag.array().view(np.int64))
         self.send(frame(FrameKind.PHASE, number=flag.size), flag.fd)
         flag.close()
         self.send_block(FrameKind.MAKE, self._maker)
@@ -229,9 +220,9 @@ class Worker:
 
     def at_work(self, link: LaneLink) -> LaneLink:
         """The lane that the process is at, where that is another one, else the lane itself."""
-        if len(self.links) == 1 or link.has_its_turn:
+        if len(self.links) == 1 or link.activity.is_at_work:
             return link
-        return next((each for each in self.links if each.has_its_turn), link)
+        return next((each for each in self.links if each.activity.is_at_work), link)
 
 
 class WorkerNode(LanesElsewhere):
@@ -376,7 +367,7 @@ class WorkerNode(LanesElsewhere):
             age_s=doing.age_s or age_s,
             where=f"lane {remote.index}, worker {self._workers.index(worker)}, {pid}",
             remedy="" if doing.kind == "lost" else remedy,
-            stack=partial(_stack_of, process, remote.thread),
+            stack=partial(_stack_of, process, remote.activity.thread),
         )
 
     def _end(self) -> None:

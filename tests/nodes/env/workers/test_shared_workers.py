@@ -62,11 +62,7 @@ class Link(LaneLink):
 
     def __init__(self, index: int, phase: LanePhase) -> None:
         LaneStatus.__init__(self, index, phase)
-        self._activity = ActivityFlag()
-
-    @property
-    def flag(self) -> ActivityFlag:
-        return self._activity
+        self.activity = ActivityFlag()
 
     def _reset(self) -> None: ...
     def step(self) -> None: ...
@@ -78,9 +74,9 @@ def test_a_lane_that_waits_for_its_turn_has_the_time_of_the_lane_that_has_it() -
     links = [Link(0, LanePhase.RESETTING), Link(1, LanePhase.STEPPING)]
     progress = partial(WorkerNode.progress, Mock(remotes=links, _worker_of=[Worker(links)] * 2))
     assert progress(1) == (1, Activity.STEP)
-    links[0].flag.set_at_work(True)
+    links[0].activity.set_at_work(True)
     waits = progress(1)
     assert waits == progress(0) == (0, Activity.RESET)
-    links[0].flag.set_at_work(False)
-    links[1].flag.set_at_work(True)
+    links[0].activity.set_at_work(False)
+    links[1].activity.set_at_work(True)
     assert progress(1) == (1, Activity.STEP) != waits  # its own time begins now
