@@ -14,7 +14,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EpisodeError, RollflowError, located
 from rollflow.stream.data.tree import concatenate_trees, equal_trees, map_tree
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer, count_of
-from rollflow.stream.observe.array_table import array_table
+from rollflow.stream.observe.svg import array_table
 
 REWARD_SPACE: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
 

@@ -30,7 +30,7 @@ from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, tree_at
 from rollflow.stream.episodes.buffer import BufferAndOne, InfosWindow, LookbackBuffer
 from rollflow.stream.episodes.single_agent import REWARD_SPACE, SealedEpisode, SingleAgentEpisode
-from rollflow.stream.observe.array_table import array_table
+from rollflow.stream.observe.svg import array_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,11 +258,6 @@ def run_html(title: str, snapshot: Mapping[str, Any]) -> str:
     parts = [preformatted(title)]
     if "tasks" in snapshot:
         parts += [graph_picture(snapshot, snapshot["conclusion"]), preformatted(snapshot["conclusion"])]
-        parts += [figures_table(snapshot.get("figures", {}))]
+        rows = [(name, f"{value:,.6g}") for name, value in snapshot.get("figures", {}).items()]
+        parts += [table(("figure", "value"), rows)] if rows else []
     return "".join(parts)
-
-
-def figures_table(figures: Mapping[str, float]) -> str:
-    """Names and values; nothing where there are none."""
-    rows = [(name, f"{value:,.6g}") for name, value in figures.items()]
-    return table(("figure", "value"), rows) if rows else ""

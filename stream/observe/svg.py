@@ -1,9 +1,12 @@
 """Pieces of SVG and HTML, in the colours of a page that has a theme, and elsewhere in those of its text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from math import isfinite
 from operator import itemgetter
+from typing import Any
+
+import numpy as np
 
 INK = "var(--color-foreground-primary, currentColor)"
 FAINT = "var(--color-foreground-secondary, gray)"
@@ -102,3 +105,29 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def array_table(title: str, columns: Mapping[str, Any], rewards: Any) -> str:
+    """HTML of a title, a table and a plot.
+
+    columns    name -> tree of arrays, or a list of items that are no array yet
+    rewards    f32[T], or a list of T numbers
+    """
+    rows = [row for name, tree in columns.items() for row in _rows(name, tree)]
+    values = np.asarray(rewards, np.float64).tolist()
+    plotted = plot(values, "rewards")
+    return f"{preformatted(title)}{table(('column', 'dtype', 'shape'), rows)}<div>rewards {plotted}</div>"
+
+
+def _rows(name: str, tree: Any) -> Iterator[tuple[str, str, str]]:
+    if isinstance(tree, Mapping):
+        for key, part in tree.items():
+            yield from _rows(f"{name}.{key}", part)
+    elif isinstance(tree, tuple):
+        for place, part in enumerate(tree):
+            yield from _rows(f"{name}.{place}", part)
+    elif isinstance(tree, list):
+        yield name, "list", f"({len(tree)})"
+    else:
+        array = np.asarray(tree)
+        yield name, str(array.dtype), str(array.shape)
