@@ -31,6 +31,6 @@ if TYPE_CHECKING:
     from rollflow.stream.graph.node import Gate as Gate
     from rollflow.stream.graph.report import Report as Report
     from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment as MultiAgentFragment
-    from rollflow.stream.observe.diagnosis import Diagnosis as Diagnosis
+    from rollflow.stream.observe.waits import Diagnosis as Diagnosis
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

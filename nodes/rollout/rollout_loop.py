@@ -41,11 +41,10 @@ from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import LEARNER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.graph_picture import run_html
 from rollflow.stream.observe.stacks import outside_of_rollflow
 from rollflow.stream.observe.trace import FragmentTrace
-from rollflow.stream.observe.waits import CALLER, Sign
+from rollflow.stream.observe.waits import CALLER, Diagnosis, Sign
 
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")

@@ -4,8 +4,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.report import LEARNER, Report
-from rollflow.stream.observe.diagnosis import Diagnosis
-from rollflow.stream.observe.waits import CALLER, LastError
+from rollflow.stream.observe.waits import CALLER, Diagnosis, LastError
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph

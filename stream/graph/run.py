@@ -30,8 +30,8 @@ from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node
 from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_doctor import RunDoctor
-from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.trace import check_trace
+from rollflow.stream.observe.waits import Diagnosis
 from rollflow.stream.observe.watch import StallRules
 
 if TYPE_CHECKING:

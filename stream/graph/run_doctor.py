@@ -24,11 +24,10 @@ from rollflow.stream.graph.meter import NodeTrace, clock
 from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.run_socket import TRACE_BEGUN, RunSocket
 from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now, stack_lines, stack_of_thread
 from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace
-from rollflow.stream.observe.waits import Look, Sign, Wait
+from rollflow.stream.observe.waits import Diagnosis, Look, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallWatch
 
 if TYPE_CHECKING:

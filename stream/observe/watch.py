@@ -6,10 +6,9 @@ from math import inf
 from time import monotonic
 from typing import Any, Literal
 
-from rollflow.stream.observe.diagnosis import Diagnosis, diagnosed
 from rollflow.stream.observe.machine_checks import MachineChecks
 from rollflow.stream.observe.stacks import is_debugged_now
-from rollflow.stream.observe.waits import Look, Probe, Sign, Wait, Way, way_from
+from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait, Way, diagnosed, way_from
 
 OnStall = Literal["log", "raise"]
 AGAIN_S = (60.0, 300.0, 1800.0)  # of standing still, when a message is repeated; then every last of these
