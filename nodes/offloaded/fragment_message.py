@@ -415,9 +415,9 @@ def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: in
     if int(stops.max()) != stop:
         raise wrong(f"stops are {shown(stops)}, expected the last at {stop}")
     for name, dtype in _OF_SLOTS.items():
-        most = max(0, len(entries["module_ids"]) - 1) if name == "serves" else None
-        check_array(name, entries[name], dtype, (slots,), *(() if most is None else (0, most)))
+        check_array(name, entries[name], dtype, (slots,))
         setattr(fragment, name, entries[name])
+    check_array("serves", fragment.serves, np.int16, (slots,), 0, max(0, len(entries["module_ids"]) - 1))
     if (fragment.waits & (stops >= first + fragment.layout.num_rows)).any():
         raise wrong("an agent that has made all steps waits for an observation, expected none")
     fragment.seal_at(stops)
