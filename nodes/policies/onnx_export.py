@@ -288,13 +288,11 @@ class TensorPolicy(torch.nn.Module):
             )
         self.module = copy.deepcopy(policy.module).cpu()
         self._space, self._action_space = policy.observation_space, policy.action_space
-        pieces = list(pieces_within(policy.env_to_module))
         self._plan = Plan()
-        for piece in pieces:
+        for piece in pieces_within(policy.env_to_module):
             add_form(piece, self._plan)
         self._initial = self.module.get_initial_state() if is_stateful(self.module) else None
         states = [] if self._initial is None else [torch.as_tensor(leaf) for leaf in leaves_of(self._initial)]
-        self._states = states
         self._structure = structure_of(item_of(self._space))
         self.example = [
             *map(torch.from_numpy, leaves_of(row_of(self._space, _ROWS))),

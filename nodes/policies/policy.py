@@ -273,7 +273,7 @@ class SessionLane(Lane):
             if name in extra
         }
         self._add_extra_columns(like)
-        self._latest, self._settled = self._column.row(self.row), True
+        self.episodes.show(self._column.row(self.row), is_settled=True)
 
     def _episode_id(self, slot: int, number: int) -> str:
         return f"{self.sessions[slot]}/{number}"

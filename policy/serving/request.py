@@ -255,7 +255,8 @@ def _unpacked(message: dict[Any, Any]) -> Any:
     if _ARRAY_MARK not in fields and _NUMBER_MARK not in fields:
         return message
     try:
-        dtype = np.dtype(_text(message[fields["dtype"]]))
+        name = message[fields["dtype"]]
+        dtype = np.dtype(name.decode("ascii") if isinstance(name, bytes) else str(name))
         data = message[fields["data"]]
         if dtype.kind not in _NUMBERS:
             raise RequestError(f"an array has dtype {dtype}, expected numbers")
@@ -268,7 +269,3 @@ def _unpacked(message: dict[Any, Any]) -> Any:
         raise RequestError(
             f"an array can't be read: {error}; expected dtype, shape and data, the bytes of its items in C order"
         ) from None
-
-
-def _text(value: Any) -> str:
-    return value.decode("ascii") if isinstance(value, bytes) else str(value)

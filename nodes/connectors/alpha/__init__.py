@@ -138,7 +138,6 @@ class Connector:
 
     def __init__(self, ctx: ConnectorContext | None = None) -> None:
         self.ctx = ctx
-        self._is_training = True
 
     @property
     def name(self) -> str:

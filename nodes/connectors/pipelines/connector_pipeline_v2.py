@@ -21,14 +21,10 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 NameOrClass = str | type
 
 
-def names_of(names: Collection[str]) -> list[str]:
+def names_of(names: Sequence[str]) -> list[str]:
     """The names that pieces go by, in order, by what each is called: the second `Name` is `Name_2`."""
-    made: list[str] = []
-    called = list(names)
-    for place, name in enumerate(called):
-        count = called[:place].count(name)
-        made.append(f"{name}_{count + 1}" if count else name)
-    return made
+    counts = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
 
 
 class NamedPieces(abc.ABC):
