@@ -17,8 +17,7 @@ from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import lookback_for
-from rollflow.nodes.stages.agent_learner import AgentLearner
-from rollflow.nodes.stages.module_set import AgentsActing
+from rollflow.nodes.stages.module_set import AgentLearner, AgentsActing
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment

@@ -29,9 +29,8 @@ from rollflow.nodes.rollout.placement import RolloutKind, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.acting import Acting
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.nodes.stages.joint_forward import joint_forward
 from rollflow.nodes.stages.module_set import AgentsActing
-from rollflow.nodes.stages.ring import ring_of
+from rollflow.nodes.stages.ring import joint_forward, ring_of
 from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates, RolloutIterator
 from rollflow.stream.data.errors import GraphError, RunError, shown
 from rollflow.stream.data.loss_ledger import Ledger, cause_of

@@ -1,10 +1,241 @@
-"""The four stages of a rollout, joined to a ring."""
+"""The four stages of a rollout, joined to a ring, and the node that gathers ready lanes into one forward pass."""
 
-from typing import Any
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node import Gate
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net import backoff
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.waits import Wait
+
+L = TypeVar("L")
+L_contra = TypeVar("L_contra", contravariant=True)
+
+logger = logging.getLogger(__name__)
+
+
+class LanesForward(Protocol[L_contra]):
+    """Forward passes over several lanes together, with one agent in each environment or several."""
+
+    def rows(self, lane: L_contra) -> int:
+        """Rows of a lane in a pass."""
+        ...
+
+    def forward_lanes(self, lanes: Sequence[L_contra]) -> None:
+        """Do the pass; each lane gets its rows of the output."""
+        ...
+
+
+class JointForward(Generic[L]):
+    """A background node that runs the module over all lanes that are ready at a time, in one pass.
+
+        forward      the pass
+        max_batch    slots in one pass, at most
+        max_wait     seconds to wait for further lanes once one is ready
+        in_thread    run passes in a thread, so that other lanes' environments step meanwhile
+
+    call_times    of passes
+    """
+
+    def __init__(
+        self, forward: LanesForward[L], *, max_batch: int, max_wait: float = 0.0, in_thread: bool = False
+    ) -> None:
+        self.call_times = CallTimes()
+        self._forward, self._max_batch, self._max_wait = forward, max_batch, max_wait
+        self._ready: deque[L] = deque()
+        self._meter = NodeMeter("module")
+        self._gathers_since = 0  # time in ns since which `_ready` gathers
+        self._is_hastened = False
+        self._thread = _PassThread(self._pass) if in_thread else None
+
+    def __call__(self, batches: L) -> L | None:
+        """Take a lane for the next pass."""
+        if self._max_wait and not self._ready:
+            self._gathers_since = clock()
+        self._ready.append(batches)
+        return None
+
+    @property
+    def in_flight(self) -> int:
+        """Lanes that wait for a pass, or are in one."""
+        return len(self._ready) + (0 if self._thread is None else len(self._thread.lanes))
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds for which to wait for further lanes; None: the next pass waits for the one under way, or for none."""
+        if not self._ready or (self._thread is not None and self._thread.lanes):
+            return None
+        return max(self._max_wait - (clock() - self._gathers_since) / 1e9, 0.0)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once a pass in the thread is done; -1: there is nothing to wait for."""
+        return -1 if self._thread is None else self._thread.bell.fileno()
+
+    def completed(self) -> Iterator[L]:
+        """The lanes after one pass over them. A pass begins once the outputs of the one before are recorded.
+
+        It loads weights that were published meanwhile, which may lie where those outputs lie.
+        """
+        if self._thread is not None:
+            if self._thread.is_done:
+                self._meter.end_work(clock())
+            yield from self._thread.completed()
+        elif lanes := self._due():
+            self._meter.begin_work(clock())
+            try:
+                self._pass(lanes)
+            finally:
+                self._meter.end_work(clock())
+            self._take(lanes)
+            yield from lanes
+
+    def take_meter(self, meter: NodeMeter) -> None:
+        """Count passes by this meter; a wait for further lanes is none of its work."""
+        self._meter = meter
+
+    def go_on(self) -> None:
+        """Begin the next pass in the thread, if it has none."""
+        if self._thread is not None and not self._thread.lanes and (lanes := self._due()):
+            self._meter.begin_work(clock())
+            self._thread.begin(lanes)
+            self._take(lanes)
+
+    def _take(self, lanes: Sequence[L]) -> None:
+        for _ in lanes:
+            self._ready.popleft()
+        self._gathers_since = clock()
+
+    def hasten(self) -> None:
+        """Wait for no further lanes from now on."""
+        self._is_hastened = True
+
+    def _due(self) -> list[L]:
+        """The lanes of the next pass; none if it waits for further ones."""
+        lanes: list[L] = []
+        slots = 0
+        for lane in self._ready:
+            slots += self._forward.rows(lane)
+            # A lane's slots go together, also if one came later that has more.
+            if lanes and slots > self._max_batch:
+                break
+            lanes.append(lane)
+        is_full = slots >= self._max_batch
+        is_over = clock() - self._gathers_since >= self._max_wait * 1e9
+        return lanes if is_full or is_over or self._is_hastened else []
+
+    def _pass(self, lanes: Sequence[L]) -> None:
+        began = clock()
+        self._forward.forward_lanes(lanes)
+        self.call_times.add(clock() - began)
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """The pass under way in the thread."""
+        begun = None if self._thread is None else self._thread.begun
+        if begun is not None:
+            age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
+            calls = len(self.call_times.recent)
+            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
+
+    def describe(self) -> str:
+        """The bounds of a pass and its place, for `explain()`."""
+        waits = f", waits {self._max_wait * 1e3:g} ms" if self._max_wait else ""
+        return f"up to {self._max_batch} slots a pass{waits}{', in a thread' if self._thread is not None else ''}"
+
+    def close(self) -> None:
+        """End the thread, once the pass under way is done; one that hangs is left behind, which is logged."""
+        self._meter.end_work(clock())
+        if self._thread is not None:
+            self._thread.close()
+
+
+class _PassThread(Generic[L]):
+    """Does passes, one at a time, in a thread that the first one starts.
+
+    run        does a pass
+
+    bell       rung when one is done
+    lanes      of the pass that was begun, and not completed
+    begun      when it began, in ns, and the thread; None: no pass is under way
+    is_done    whether it has ended
+    """
+
+    def __init__(self, run: Callable[[Sequence[L]], None]) -> None:
+        self.lanes: Sequence[L] = ()
+        self.begun: tuple[int, int] | None = None
+        self._run, self.bell = run, Wakeup()
+        self._orders: SimpleQueue[Sequence[L]] = SimpleQueue()  # an empty one ends the thread
+        self.is_done = False
+        self._errors: list[BaseException] = []  # what a pass has raised
+        self._thread: threading.Thread | None = None
+
+    def begin(self, lanes: Sequence[L]) -> None:
+        """Begin a pass over lanes."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rollflow forward", daemon=True)
+            self._thread.start()
+        self.lanes = lanes
+        self._orders.put(lanes)
+
+    def completed(self) -> Sequence[L]:
+        """The lanes of a pass that is done; none if it is under way. Raises what the pass has raised."""
+        self.bell.silence()
+        if not self.is_done:
+            return ()
+        self.is_done = False
+        if self._errors:
+            raise self._errors.pop()  # not held by this frame, to which its traceback refers
+        lanes, self.lanes = self.lanes, ()
+        return lanes
+
+    def _work(self) -> None:
+        while lanes := self._orders.get():
+            self.begun = clock(), threading.get_ident()
+            try:
+                self._run(lanes)
+            except BaseException as error:
+                self._errors.append(error)
+            del lanes  # which this frame would hold while it waits
+            self.begun = None
+            self.is_done = True
+            self.bell.ring()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._orders.put(())
+            limit = backoff.times.close_s
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", limit)
+        self._errors, self.lanes = [], ()
+        self.bell.close()
+
+
+def joint_forward(forward: LanesForward[L], largest: int, how: Any) -> LanesForward[L] | JointForward[L]:
+    """The node that does passes over several lanes; `forward` itself where every lane has passes of its own.
+
+        largest    slots of the largest lane
+        how        passes are done: a `Forward`
+
+    Raises ValueError where a lane does not fit into a pass.
+    """
+    max_batch = how.max_batch
+    if not how.joins_lanes:
+        return forward
+    if max_batch is not None and max_batch < largest:
+        raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
+    options = {"max_wait": how.max_wait, "in_thread": how.in_thread}
+    return JointForward(forward, max_batch=max_batch or largest, **options)
+
 
 STAGES = ("env", "env_to_module", "module", "module_to_env")
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
-from rollflow.nodes.stages.agent_learner import AgentLearner
+from rollflow.nodes.stages.module_set import AgentLearner
 from rollflow.nodes.stages.rounds import LagBound
 from rollflow.stream.data.loss_ledger import BatchOrigins, Origin
 from rollflow.stream.fragments.fragment import Fragment

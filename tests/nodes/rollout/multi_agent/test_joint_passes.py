@@ -19,7 +19,7 @@ from serial_module import BreakingModule, SerialModule
 
 from rollflow import ConnectorV2, DefaultModelConfig, Forward, MultiAgentRollout
 from rollflow.nodes import LambdaConnector
-from rollflow.nodes.stages.joint_forward import JointForward
+from rollflow.nodes.stages.ring import JointForward
 from rollflow.stream import ModuleError
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.meter import NodeMeter
