@@ -6,16 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.nodes.env.remote.gateway import HostEvent, RemoteHost
-from rollflow.nodes.env.remote.hosted_node import HostedNode
+from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
 from rollflow.nodes.offloaded.lane_rollout import Replica
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
-from rollflow.nodes.offloaded.rollout_report import HostedLane, LaneProgress, RolloutReport, account_of, progress_of
-from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
+from rollflow.nodes.offloaded.rollout_settings import (
+    LaneProgress,
+    RolloutReport,
+    RolloutSettings,
+    account_of,
+    progress_of,
+)
 from rollflow.stream.data.errors import StateError, WireError
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.socket_loop import quoted
 from rollflow.stream.wire import Cut, Failed, Fragment, GatewayConnection, Settings, States, Turn, Weights
 
@@ -33,6 +39,61 @@ class _Stock:
     has_settings: bool = False
     states: States | None = None
     versions: dict[Any, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostedLane(RemoteLane):
+    """One lane on a host that does its whole rollout, with its progress, as its host has told.
+
+    start       how often its environments were made anew
+    steps       transitions in the fragments that have come
+    reported    those of them since the last start
+    made        all that were made since then
+    pulse       how often it has got on with something
+    first_pulse the same, when the turn began that its environments are made or reset in; -1: they were before it
+    stages      [name, items, busy seconds]
+    turns       that were asked for
+    since       when the newest turn began, in ns
+    is_in_vain  whether its turn, which is to end now, will have no step
+    lost        why the environments were lost before the next fragment; None: they were not
+    """
+
+    start: int = 0
+    steps: int = 0
+    reported: int = 0
+    made: int = 0
+    pulse: int = 0
+    first_pulse: int = -1
+    stages: Sequence[list[Any]] = ()
+    turns: int = 0
+    since: int = 0
+    is_in_vain: bool = False
+    lost: str | None = None
+
+    @property
+    def unreported(self) -> int:
+        """Transitions that were made and are in no fragment that has come."""
+        return max(0, self.made - self.reported)
+
+    def counted(self) -> list[list[Any]]:
+        """Counts of its stages, and the seconds that a turn is under way, of which nothing is known yet."""
+        seconds = (clock() - self.since) / 1e9 if self.is_waited else 0.0
+        return [*self.stages, ["rollouts", self.turns, seconds]]
+
+    def begin_turn(self) -> None:
+        """Count another turn; environments that are lost, or new, are made or reset in it."""
+        self.first_pulse = self.pulse if self.failures > 0 or not self.reported else -1
+        self.turns, self.since, self.is_in_vain = self.turns + 1, clock(), False
+
+    def take(self, start: int, steps: int, most: int) -> None:
+        """Take down so many steps since a start, of which `most` fit into a fragment. Raises WireError if not."""
+        if start < self.start:
+            raise WireError(f"start {start}, expected {self.start} or more", "fragment")
+        if start != self.start:
+            self.start, self.reported, self.made = start, 0, 0
+        if steps > self.reported + most:
+            raise WireError(f"{steps} steps, expected at most {self.reported + most}", "fragment")
+        self.made = steps  # a word may be older than the last fragment
 
 
 class HostRollouts(HostedNode, OffloadedRollouts):

@@ -21,8 +21,7 @@ from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import Drained, LanePlan, LaneRollout, LaneSite, Replica, is_of_environment
-from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of
-from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
+from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, metrics_of
 from rollflow.nodes.stages.acting import Acting, acting_for, compile_options
 from rollflow.nodes.stages.module_set import AgentsActing, AgentToModule, agents_acting_for
 from rollflow.stream.data.errors import RollflowError, WireError, shown

@@ -23,10 +23,9 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.lane_rollout import Published, Replica
 from rollflow.nodes.offloaded.offloaded import Emitter, OffloadedRollouts, ring_of_turns
-from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
+from rollflow.nodes.rollout.drivers import Driver, InlineDriver, RolloutDoctor, ThreadDriver
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import RolloutKind, place
-from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.acting import Acting
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_set import AgentsActing

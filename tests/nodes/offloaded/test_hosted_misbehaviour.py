@@ -24,7 +24,7 @@ from remote_rollouts import (
 
 from rollflow import Fragment, MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes.offloaded.fragment_message import fragment_of
-from rollflow.nodes.offloaded.rollout_report import account_of, progress_of
+from rollflow.nodes.offloaded.rollout_settings import account_of, progress_of
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Failed, Fragment as Answer, Goodbye, Metrics, Reset, Rows, Turn
 
