@@ -23,9 +23,9 @@ from benchmarks.pairs import Record, Sizes, in_turns, record
 from benchmarks.policies import Noop, Zeros
 from benchmarks.simulated_hosts import SimulatedPeer, allowed, beside_fewest, per_second_of_processor, simulated
 from rollflow import RemoteEnvs, RemoteRollouts, Rollout, Timeouts
-from rollflow.nodes.env.stepping import described
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.stream import wire
+from rollflow.stream.data.space import describe_space
 
 HOSTS, ACTIVE = (10, 100, 1000), 10
 _GATHERED = 64  # lanes of one host
@@ -67,7 +67,9 @@ def _gathered(rounds: int, seconds: float) -> Record:
 
 
 def _introduction(role: str, slots: tuple[int, ...], number: int) -> wire.Hello:
-    told = {**described(_ENV), "metadata": {}}
+    spaces = {"observation_space": _ENV.single_observation_space, "action_space": _ENV.single_action_space}
+    told: dict[str, Any] = {name: describe_space(space) for name, space in spaces.items()}
+    told |= {"autoreset": "NEXT_STEP", "metadata": {}}
     return description_of(os.urandom(wire.SESSION_BYTES), told, role=role, name=f"host {number}", slots=slots)
 
 
