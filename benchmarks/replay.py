@@ -58,9 +58,10 @@ class Frames(gym.vector.VectorEnv[Any, Any, Any]):
         return self._seen(), {}
 
     def step(self, actions: Any) -> Any:
+        rewards = np.full(self.num_envs, float(self._count % 200 > 0))  # 0 in the step that only resets
         self._count += 1
         ends = np.full(self.num_envs, self._count % 200 == 0)
-        return self._seen(), np.ones(self.num_envs), ends, np.zeros(self.num_envs, bool), {}
+        return self._seen(), rewards, ends, np.zeros(self.num_envs, bool), {}
 
 
 def film(count: int) -> NDArray[np.uint8]:
