@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.blocks import root_of
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.system import memory_bound
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.observe.machine_checks import memory_bound
 from rollflow.stream.observe.waits import Sign, median
 
 _SAMPLE = 256  # transitions of a fragment that are looked at

@@ -1,11 +1,13 @@
 """What not every system has: Linux has all of it, macOS and Windows lack some."""
 
+import mmap
 import os
 import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TextIO
 
 from rollflow.stream.data.errors import EnvError
@@ -87,3 +89,23 @@ def unlock_file(file: int | TextIO) -> None:
     """Let others have the file, also where a process that was forked still has it open."""
     with suppress(OSError):  # of a disk without locks
         fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def memory_bound() -> int:
+    """Bytes of memory that this machine has, or this container may use; very many if the system does not say."""
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
+    bound = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # there is no container, or it has no bound
+        bound = min(bound, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return bound
+
+
+def process_memory() -> tuple[int, int]:
+    """Bytes that this process has asked for, and those in memory; zeros on systems that do not say it."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0, 0
+    page = mmap.PAGESIZE
+    return page * int(pages[5]), page * int(pages[1])

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollflow.stream.observe.machine_checks import process_memory
+from rollflow.stream.data.system import process_memory
 
 logger = logging.getLogger(__name__)
 

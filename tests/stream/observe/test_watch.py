@@ -11,10 +11,10 @@ import pytest
 from doctor_clock import Looking, ToldClock
 from hypothesis import given, strategies as st
 
-from rollflow.stream.observe.machine_checks import MachineChecks, memory_bound, process_memory
+from rollflow.stream.data.system import memory_bound, process_memory
 from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait, by_name, way_from
-from rollflow.stream.observe.watch import LongCalls, StallRules, StallWatch
+from rollflow.stream.observe.watch import LongCalls, MachineChecks, StallRules, StallWatch
 
 
 def reader(items: int = 0, *, waits: bool = True, on: tuple[str, ...] = ("env",)) -> Wait:
