@@ -183,7 +183,8 @@ def listen_on(address: Address) -> list[socket.socket]:
     try:
         sockets = [_unix_listener(address)] if isinstance(address, UnixAddress) else _tcp_listeners(address)
     except OSError as error:
-        raise EnvError(f"can't listen on {address}: {error.strerror or error}") from error
+        reason = (error.strerror or str(error)).partition(" (while attempting")[0]  # which has the address once more
+        raise EnvError(f"can't listen on {address}: {reason}") from error
     for sock in sockets:
         sock.setblocking(False)
     return sockets
