@@ -157,10 +157,10 @@ class Fragment:
         self.columns = columns
         self.observation_space: gym.Space[Any] | None = None
         self.num_rows = layout.num_rows
-        none = np.zeros(layout.num_slots, np.int64)
+        first = np.zeros((2, layout.num_slots), np.int64)
         # i64[N] row at which the slot's first episode began, may be negative; None: 0
-        self.episode_start = none if episode_start is None else episode_start
-        self.episode_number = none if episode_number is None else episode_number  # i64[N]; None: 0
+        self.episode_start = first[0] if episode_start is None else episode_start
+        self.episode_number = first[1] if episode_number is None else episode_number  # i64[N]; None: 0
         self.finals: list[Final] = []
         # (row, slot) of an episode's first step -> a stateful module's state before it, a tree of arrays any[...]
         self.starts: dict[tuple[int, int], Tree] = {}
