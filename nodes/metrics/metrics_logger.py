@@ -260,6 +260,9 @@ class MetricsLogger:
         with self._lock:
             return list(self._statistics)
 
+    def __contains__(self, key: Key) -> bool:
+        return _path_of(key) in self._statistics
+
     # Across processes
 
     def get_state(self) -> dict[str, Any]:

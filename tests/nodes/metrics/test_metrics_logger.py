@@ -60,6 +60,8 @@ def test_names_nest() -> None:
     metrics.log_value(("learner", "steps"), 5, reduce="sum")
     assert metrics.reduce() == {"learner": {"loss": {"policy": 1.0, "value": 2.0}, "lr": 3.0, "steps": 5}}
     assert metrics.peek(("learner", "loss")) == {"policy": 1.0, "value": 2.0}
+    assert ("learner", "lr") in metrics
+    assert ("learner", "rate") not in metrics
     assert metrics.keys()[0] == ("learner", "loss", "policy")
 
 
