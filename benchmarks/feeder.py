@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow import Rollout
+from rollflow.nodes.env.remote.remote_envs import Endpoint
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
@@ -119,13 +120,13 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
 
 def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int], Fragment]) -> None:
     """Send one message after the other, as they are made of their numbers."""
-    target, limits, kept = parse_address(address, may_share=True), Limits(), ResendBuffer(1 << 30)
+    target, kept = parse_address(address, may_share=True), ResendBuffer(1 << 30)
     lender = FragmentLender(1 << 30) if isinstance(target, SharedAddress) else None
 
     told["metadata"] |= {"sends": sends, "shares_memory": lender is not None}
 
     link = TrainerUplink(
-        TrainerLink(target, "feeder", limits, lender=lender),
+        TrainerLink(Endpoint(target, Limits()), "feeder", lender),
         lambda: told | {"slots": (1,)},
         kept,
         lambda version, weights: False,

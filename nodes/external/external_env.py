@@ -21,8 +21,7 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import TAKEN_ACTION
 from rollflow.nodes.env.observation_check import misfit_of
 from rollflow.nodes.env.remote.env_host import EnvHost
-from rollflow.nodes.env.remote.host import protected
-from rollflow.nodes.env.remote.remote_envs import Secret
+from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos
@@ -217,7 +216,7 @@ class ExternalEnv:
             raise ValueError(f"episodes is {episodes}, expected at least 1")
         for name, space in (("observation_space", observation_space), ("action_space", action_space)):
             check_columnar(space, name)
-        protected(address, secret, tls, limits)
+        endpoint_at(address, secret, tls, limits)
         self.observation_space, self.action_space, self.timeout = observation_space, action_space, timeout
         self._lanes = [EpisodeLane(observation_space, action_space) for _ in range(episodes)]
         kind: type[EnvHost | RolloutHost] = EnvHost if inference == "server" else RolloutHost

@@ -15,20 +15,17 @@ import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.batches import as_array
-from rollflow.nodes.env.remote.remote_envs import Secret
+from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch
 from rollflow.sinks.replay.sampled_steps import detached
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
-from rollflow.sinks.trainer.uplink import TrainerLink, link_to
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.data.tree import with_tuples
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
-from rollflow.stream.net.transport import transport_for
+from rollflow.stream.net.socket_loop import REDIALLED, Peer, SocketLoop, quoted
 from rollflow.stream.wire.software import hello_of
 
 logger = logging.getLogger(__name__)
@@ -64,9 +61,9 @@ class ReplayClient:
         limits: wire.Limits | None = None,
     ) -> None:
         checked_number("timeout", timeout, above=0, most=inf, noun="seconds")
-        link = link_to(address, name, secret, tls, limits, may_share=False)
-        self.address, self.timeout = str(link.address), timeout
-        self._link = _Link(link)
+        endpoint = endpoint_at(address, secret, tls, limits)
+        self.address, self.timeout = str(endpoint.address), timeout
+        self._link = _Link(endpoint, socket.gethostname() if name is None else name)
 
     def sample(self, count: int | None = None, *, wait_s: float | None = None) -> Batch:
         """A batch of `count` rows, as `Replay.sample` gives it; None: as many as the host's `batch_size`.
@@ -124,23 +121,19 @@ class ReplayClient:
         self.close()
 
 
-# Codes of errors after which the host is dialled again.
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
-
-
 class _Link:
     """Asks a host, from any number of threads, until it is closed. A connection that breaks is dialled again."""
 
-    def __init__(self, link: TrainerLink) -> None:
-        self._link = link
+    def __init__(self, endpoint: Endpoint, name: str) -> None:
+        self._endpoint, self._name = endpoint, name[:256]
         self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
         self._fatal: Exception | None = None
         self._is_closing = False
         self._loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
-        self._loop.dial([link.address])
+        self._loop.dial([endpoint.address], endpoint.tls)
         self._changed = threading.Condition(self._loop.lock)  # of all of the above
-        self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {link.address}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {endpoint.address}", daemon=True)
         self._thread.start()
 
     def ask(
@@ -208,7 +201,7 @@ class _Link:
     def _host(self, text: str) -> str:
         """What is said of the host, with the problems of its connections."""
         problems = "; ".join(self._loop.dialler.problems)
-        return f"the replay host at {self._link.address} {text}{problems and ': '}{problems}"
+        return f"the replay host at {self._endpoint.address} {text}{problems and ': '}{problems}"
 
     # In the thread
 
@@ -216,10 +209,7 @@ class _Link:
         try:
             self._loop.tick(monotonic())
             while not self._is_closing and self._fatal is None:
-                ready = self._loop.wait_until()
-                now = monotonic()
-                self._loop.serve(ready, now)
-                self._loop.tick(now)
+                self._loop.turn()
         except Exception as error:
             self._fatal = error
         with self._changed:
@@ -231,17 +221,12 @@ class _Link:
 
     # What the loop asks for
 
-    def greet(
-        self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
-    ) -> Peer[wire.SamplerConnection]:
-        """Peer of a socket with a host at its other end, which is told hello."""
-        assert dialled is not None
-        link = self._link
+    def connection(self, now: float) -> wire.SamplerConnection:
+        """This end of a connection with a host, which is told hello."""
+        _, limits, secret, _ = self._endpoint
         nothing: dict[str, Any] = {"observation_space": {}, "action_space": {}, "autoreset": "DISABLED", "metadata": {}}
-        hello = hello_of("sampler", link.name[:256], self._session.token, link.limits, slots=(1,), **nothing)
-        connection = wire.SamplerConnection(hello, self._session, secret=link.secret, limits=link.limits, now=now)
-        transport = transport_for(sock, connection, link.tls, dialled=dialled.address)
-        return Peer(transport, connection, where, dialled=dialled)
+        hello = hello_of("sampler", self._name, self._session.token, limits, slots=(1,), **nothing)
+        return wire.SamplerConnection(hello, self._session, secret=secret, limits=limits, now=now)
 
     def handle(self, peer: Peer[wire.SamplerConnection], event: wire.Message, now: float) -> None:
         """Take a message of the host."""
@@ -250,8 +235,6 @@ class _Link:
                 case wire.Result():
                     if event.number in self._results:  # else whoever asked waits no more
                         self._results[event.number] = event
-                case wire.Welcome():
-                    self._loop.dialler.welcomed(peer.dialled)
                 case wire.Goodbye():
                     logger.info("%s says goodbye: %s", peer.where, event.reason)
                     if peer.dialled is not None:
@@ -261,7 +244,7 @@ class _Link:
 
     def fail(self, peer: Peer[wire.SamplerConnection], error: Exception, now: float) -> None:
         """Have the host dialled again, or end where that is of no use."""
-        if isinstance(error, WireError) and error.code in _COMES_BACK:
+        if isinstance(error, WireError) and error.code in REDIALLED:
             if peer.dialled is not None:
                 peer.dialled.problem = str(error)
             peer.connection.refuse(error.code, str(error))

@@ -3,7 +3,6 @@
 import logging
 import secrets
 import select
-import socket
 import ssl
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_number, is_whole
-from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Batch, Replay
@@ -33,9 +32,7 @@ from rollflow.stream.data.errors import EnvError, ReplayError, RunError, WireErr
 from rollflow.stream.data.system import require
 from rollflow.stream.graph.node import out_of_group
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
-from rollflow.stream.net.transport import transport_for
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -74,9 +71,8 @@ class PendingQuery:
 class SampleServer:
     """Answers the queries of samplers. One that has proved itself may come back by another connection within its grace.
 
-        address     to listen on; with port 0, any that is free
+        endpoint    to listen on; with port 0, any that is free
         stream      of the rollouts that write into the replay, and act with the weights that samplers publish
-        limits      of frames and times
 
         address    with its port
 
@@ -84,26 +80,16 @@ class SampleServer:
     that priorities of earlier ids are passed over. Raises EnvError where the address can't be listened on.
     """
 
-    def __init__(
-        self,
-        replay: Replay,
-        address: wire.Address,
-        stream: TrainerStream,
-        *,
-        secret: bytes | None,
-        tls: ssl.SSLContext | None,
-        limits: wire.Limits,
-    ) -> None:
+    def __init__(self, replay: Replay, endpoint: Endpoint, stream: TrainerStream) -> None:
         require("a replay for other processes", (select, "epoll"))
         self._replay, self._stream = replay, stream
-        self._secret, self._tls, self._limits = secret, tls, limits
+        self._endpoint = endpoint
         self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
         self._clients: dict[bytes, SamplerPeer] = {}  # newest connections, by the tokens of their sessions
-        self._sockets = listen_on(address)
+        self._sockets = listen_on(endpoint.address)
         self.address = address_of(self._sockets[0])
-        self._epoll = select.epoll()
-        self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
-        self._loop.listen(self._sockets)
+        self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, SamplerPeer, max_strangers=_MOST_STRANGERS)
+        self._loop.listen(self._sockets, endpoint.tls)
         self._queries: list[PendingQuery] = []
 
     async def run(self) -> None:
@@ -115,7 +101,7 @@ class SampleServer:
                 self._loop.tick(now)
                 self._forget_lost(now)
                 with anyio.move_on_after(min(_TICK_S, self._answer_queries(now))):
-                    await anyio.wait_readable(self._epoll.fileno())
+                    await anyio.wait_readable(self._loop.fileno())
         finally:
             self.close()
 
@@ -127,15 +113,13 @@ class SampleServer:
             peer.connection.goodbye("the replay host is closing")
             self._loop.drop(peer)
         self._loop.close()
-        self._epoll.close()
         close_sockets(self._sockets)
 
     # What the loop asks for
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> SamplerPeer:
-        """Peer of a socket with a sampler at its other end, which has to prove itself."""
-        connection = wire.ReplayConnection(secret=self._secret, limits=self._limits, now=now)
-        return SamplerPeer(transport_for(sock, connection, self._tls, dialled=None), connection, where)
+    def connection(self, now: float) -> wire.ReplayConnection:
+        """This end of a connection with a sampler, which has to prove itself."""
+        return wire.ReplayConnection(secret=self._endpoint.secret, limits=self._endpoint.limits, now=now)
 
     def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:
         """Take a message of a sampler."""
@@ -154,8 +138,7 @@ class SampleServer:
         reason = error_text(error)
         peer.connection.refuse(error.code if isinstance(error, WireError) else "message", reason)
         if peer.session is None:
-            level = refusal_level(peer.connection)
-            logger.log(level, "a connection from %s is refused: %s", peer.where, quoted(reason))
+            self._loop.turn_away(peer, quoted(reason))
         elif self._peer_of(peer.session) is peer and peer.lost_at is None:
             peer.lost_at = now
             logger.info("sampler %s at %s is lost: %s", quoted(peer.name), peer.where, quoted(reason))
@@ -181,7 +164,7 @@ class SampleServer:
     def _forget_lost(self, now: float) -> None:
         """Forget samplers that have had their time to come back."""
         for peer in list(self._clients.values()):
-            if peer.lost_at is not None and now >= peer.lost_at + self._limits.grace_s:
+            if peer.lost_at is not None and now >= peer.lost_at + self._endpoint.limits.grace_s:
                 self._forget(peer)
 
     def _forget(self, peer: SamplerPeer) -> None:
@@ -332,9 +315,8 @@ class ReplayHost:
             raise ValueError(f"replay is {shown(replay)}, expected a Replay()")
         every = checked_number("every", every, above=0, most=inf, noun="seconds")
         self.replay = replay
-        self.trainers = wire.parse_address(trainers) if isinstance(trainers, str) else trainers
-        self._secret, self._tls, self._limits = secret_bytes(secret), tls, limits or wire.Limits()
-        wire.check_secret(self.trainers, self._secret)
+        self._endpoint = endpoint_at(trainers, secret, tls, limits, listens=True)
+        self.trainers = self._endpoint.address
         self._checkpoint, self._every = None if checkpoint is None else CheckpointFolder(checkpoint), every
         self._stream = TrainerStream(
             rollouts,
@@ -389,9 +371,7 @@ class ReplayHost:
     async def _serve_with(self, task_status: TaskStatus[anyio.Event]) -> None:
         """Serve with the stream open, until the host is to leave; write a last checkpoint."""
         try:
-            server = SampleServer(
-                self.replay, self.trainers, self._stream, secret=self._secret, tls=self._tls, limits=self._limits
-            )
+            server = SampleServer(self.replay, self._endpoint, self._stream)
         except EnvError as error:
             raise RunError(str(error)) from error
         self.rollouts, self.trainers = self._stream.address, server.address

@@ -3,13 +3,12 @@
 import logging
 import select
 import socket
-import ssl
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
+from rollflow.nodes.env.remote.remote_envs import Endpoint
 from rollflow.sinks.trainer.lending import FragmentBorrower, fragment_in
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
@@ -19,11 +18,8 @@ from rollflow.sinks.trainer.uplink import NOTHING
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text, shown
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
-from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop, look_s, quoted, refusal_level
-from rollflow.stream.net.transport import check_server_tls, transport_for
-from rollflow.stream.wire import Address, check_secret, parse_address
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.socket_loop import COMES_BACK, SocketLoop, look_s, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +30,13 @@ _GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, 
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a rollout
 _GOODBYE_S = 1.0
-_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a rollout is waited for
 
 
 class TrainerListener:
     """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
 
-    bound     on the age of items, and on how far sources may run ahead
-    shares    whether sources lend what they send
+    endpoint    that sources dial
+    bound       on the age of items, and on how far sources may run ahead
 
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
@@ -50,22 +45,12 @@ class TrainerListener:
     arrived    items that have come and were not taken, oldest first
     bell       rings when any of these has changed
     error      error that has ended this; None: there is none
-    refusals   why strangers were turned away, for errors
     weights    newest weights, for all sources
     trace      of the loop that takes the batches
     """
 
-    def __init__(
-        self,
-        *,
-        secret: bytes | None,
-        tls: ssl.SSLContext | None,
-        limits: wire.Limits,
-        bound: StalenessBound,
-        shares: bool = False,
-    ) -> None:
-        self._epoll = getattr(select, "epoll", lambda: None)()  # its wait takes no longer for more connections
-        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
+    def __init__(self, endpoint: Endpoint, bound: StalenessBound) -> None:
+        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, RolloutConnection, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
         self.arrived: list[ArrivedItem] = []
@@ -73,10 +58,10 @@ class TrainerListener:
         self.bell = Wakeup()
         self.error: Exception | None = None
         self.come: set[bytes] = set()
-        self.refusals: deque[str] = deque(maxlen=8)
+        self.refusals = self._loop.refusals
         self.trace = LoopTrace()
-        self._secret, self._tls, self.limits = secret, tls, limits
-        self.bound, self._shares = bound, shares
+        self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
+        self.bound = bound
         self.weights = NewestWeights(self.wake)
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
@@ -107,7 +92,7 @@ class TrainerListener:
         """Take in what connects to the sockets; again does nothing."""
         if self.is_open:
             return
-        self._loop.listen(self.sockets)
+        self._loop.listen(self.sockets, self._endpoint.tls, shares=self._shares)
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
 
@@ -161,8 +146,6 @@ class TrainerListener:
         if self._thread is not None:
             self._thread.join()
         self._loop.close()
-        if self._epoll is not None:
-            self._epoll.close()
         self.bell.close()
 
     # In the thread
@@ -239,13 +222,9 @@ class TrainerListener:
 
     # What the loop asks for
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> RolloutConnection:
-        """Peer of a socket with a rollout at its other end, which has to prove itself."""
-        connection = wire.TrainerConnection(secret=self._secret, limits=self.limits, now=now)
-        if not self._shares:
-            return RolloutConnection(transport_for(sock, connection, self._tls, dialled=None), connection, where)
-        transport = DescriptorTransport(sock, connection)
-        return RolloutConnection(transport, connection, where, borrower=FragmentBorrower(transport))
+    def connection(self, now: float) -> wire.TrainerConnection:
+        """This end of a connection with a rollout, which has to prove itself."""
+        return wire.TrainerConnection(secret=self._endpoint.secret, limits=self.limits, now=now)
 
     def handle(self, peer: RolloutConnection, event: wire.Message, now: float) -> None:
         """Take a message of a rollout."""
@@ -284,11 +263,9 @@ class TrainerListener:
         peer.connection.refuse(code, reason)
         source, reason = peer.source, quoted(reason)
         if source is None:
-            if (refusal := f"{peer.name.rpartition(':')[0] or peer.name}: {reason}") not in self.refusals:
-                self.refusals.append(refusal)
-            logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", peer.name, reason)
+            self._loop.turn_away(peer, reason, peer.name)
         elif source.connection is peer.connection:
-            source.lose(now, reason, comes_back=code in _COMES_BACK)
+            source.lose(now, reason, comes_back=code in COMES_BACK)
             logger.warning("%s %s is lost: %s", "follower" if source.sends_nothing else "rollout", source.name, reason)
         self.bell.ring()
 
@@ -312,6 +289,8 @@ class TrainerListener:
         self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
         peer.connection.welcome(source.session)
         announce(source, self.sources.values())
+        if isinstance(peer.transport, DescriptorTransport):
+            peer.borrower = FragmentBorrower(peer.transport)
         older, peer.source = source.connection, source
         source.come(peer.connection, self.weights.version)
         self.come.add(hello.session)
@@ -352,15 +331,6 @@ class TrainerListener:
         until = monotonic() + _GOODBYE_S
         while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
             self._turn(left)
-
-
-def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
-    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
-    parsed = parse_address(address, may_share=True)
-    check_secret(parsed, secret)
-    check_shared(parsed, tls)
-    check_server_tls(tls)
-    return parsed
 
 
 def check_together(source: RolloutPeer, others: Collection[RolloutPeer]) -> None:

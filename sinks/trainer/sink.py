@@ -186,7 +186,7 @@ class TrainerSink:
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
         self._failure: str | None = None
-        self._trainer_name = f"the trainer at {link.address}"
+        self._trainer_name = f"the trainer at {link.endpoint.address}"
         self._drawn: AnyRollout | None = None  # once the graph has been drawn, as all that `_take_rollout` sets
         self._ids: tuple[str, ...] | None = None  # of modules whose weights the trainer publishes; None: of one module
         self._gate: PaceGate  # holds the rollout back, and knows its lanes as a trainer is to know them

@@ -13,11 +13,11 @@ import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor, checking_keywords, places_in
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
 from rollflow.sinks.trainer.item_maker import Batches, ItemMaker, StreamReturns, Yields, check_module, checked_batches
-from rollflow.sinks.trainer.listener import TrainerListener, checked_address
+from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import checked_id, copied_weights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife, RolloutPeer, number_in
@@ -26,7 +26,7 @@ from rollflow.sinks.trainer.stream_log import MAKES, UPDATE, WAITS, StreamLog
 from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.observe.stacks import answering_dumps
-from rollflow.stream.wire import Address, Limits, SharedAddress
+from rollflow.stream.wire import Address, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +182,8 @@ class TrainerStream:
         check_module(module)
         batches = checked_batches(yields, on_excess, ack, max_lag)
         awaited = sources if isinstance(sources, Sources) else Sources(sources)
-        known, limits = secret_bytes(secret), limits or Limits()
-        self.address: Address = checked_address(address, known, tls)
+        self._endpoint = endpoint_at(address, secret, tls, limits, listens=True, may_share=True)
+        self.address: Address = self._endpoint.address
         self.handed: list[BatchItem] = []
         self.metrics = metrics_of(checked_record("watch", watch, Watch))
         if watch.on_stall != "log":
@@ -197,13 +197,7 @@ class TrainerStream:
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # in front of or among them: done with together with that batch
         self._closing, self._state = ExitStack(), "new"
-        self._listener = TrainerListener(
-            secret=known,
-            tls=tls,
-            limits=limits,
-            bound=self._staleness,
-            shares=isinstance(self.address, SharedAddress),
-        )
+        self._listener = TrainerListener(self._endpoint, self._staleness)
         self.log = StreamLog(
             self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace), self._listener.trace
         )
@@ -220,7 +214,7 @@ class TrainerStream:
             self._listener.sockets = listen_on(self.address)
         except EnvError as error:
             raise RunError(str(error)) from error
-        if not isinstance(self.address, SharedAddress):
+        if not self._endpoint.shares:
             self.address = address_of(self._listener.sockets[0])
         with closing_on_error(lambda: close_sockets(self._listener.sockets)):
             self.log.begin()

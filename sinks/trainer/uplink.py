@@ -13,18 +13,16 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, NamedTuple, Self
 
-from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
+from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dial_wait import DialWait
-from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
-from rollflow.stream.net.transport import transport_for
+from rollflow.stream.net.socket_loop import COMES_BACK, Peer, SocketLoop, quoted
 from rollflow.stream.wire.software import hello_of
 
 logger = logging.getLogger(__name__)
@@ -34,25 +32,20 @@ _LONGEST_RETRY_S = 2.0
 _GOODBYE_S = 2.0  # that the trainer has for its own goodbye
 _MUCH = 1 << 16  # bytes that wait for the trainer
 _AT_A_TIME = 4  # fragments that are made ready before they are sent
-# Codes of errors after which the trainer is dialled again.
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake")
 _NO_TRAINER = ("frame", "message", "order")  # before it was welcomed: somebody else is at the address
 
 
 class TrainerLink(NamedTuple):
     """Way of an end that dials to its trainer, or replay host, the same for one connection after another.
 
-    address    where the other end listens
-    name       of this end there
-    lender     lends items in shared memory; None: they go through the socket
-    retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
+    endpoint    where the other end listens
+    name        of this end there
+    lender      lends items in shared memory; None: they go through the socket
+    retry_s     seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
     """
 
-    address: wire.Address
+    endpoint: Endpoint
     name: str
-    limits: wire.Limits
-    secret: bytes | None = None
-    tls: ssl.SSLContext | None = None
     lender: FragmentLender | None = None
     retry_s: float | None = None
 
@@ -66,22 +59,16 @@ def link_to(
     *,
     retry_s: float | None = None,
     lends: int = 0,
-    may_share: bool = True,
 ) -> TrainerLink:
-    """Way to the other end at an address, with shared memory of `lends` bytes where it shares some.
+    """Way to the trainer at an address, with shared memory of `lends` bytes where it shares some.
 
-    name         None: the name of this computer
-    may_share    whether the address may be one of shared memory
+    name    None: the name of this computer
 
     Raises WireError for an invalid address, or one that needs a secret.
     """
-    target, known = wire.parse_address(address, may_share=may_share), secret_bytes(secret)
-    wire.check_secret(target, known)
-    check_shared(target, tls)
-    check_tls(target, tls)
-    lender = FragmentLender(lends) if lends and isinstance(target, wire.SharedAddress) else None
-    name = socket.gethostname() if name is None else name
-    return TrainerLink(target, name, limits or wire.Limits(), known, tls, lender, retry_s)
+    endpoint = endpoint_at(address, secret, tls, limits, may_share=True)
+    lender = FragmentLender(lends) if lends and endpoint.shares else None
+    return TrainerLink(endpoint, socket.gethostname() if name is None else name, lender, retry_s)
 
 
 class TrainerUplink:
@@ -111,15 +98,15 @@ class TrainerUplink:
         self.wanted: StreamOrder | None = None
         self.newest: tuple[int, bytes] | None = None
         self.goodbye: str | None = None
-        self.problem = f"{link.address} has not been reached"
+        self.link, self.address, self._lender = link, link.endpoint.address, link.lender
+        self.problem = f"{self.address} has not been reached"
         self.error: Exception | None = None
         self.bell = Wakeup()
-        self.link, self.address, self._lender = link, link.address, link.lender
         self._described, self._kept, self._publish = described, kept, publish
         self.session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._news: deque[wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
-        self._wait = DialWait("trainer", link.address, link.retry_s)
+        self._wait = DialWait("trainer", self.address, link.retry_s)
         self._is_closing = self._is_welcomed = False
         self._ending: str | None = None  # how the last trainer went that had taken this rollout in
         self._parting: str | None = None  # reason of this end's goodbye; None: it says none
@@ -127,7 +114,7 @@ class TrainerUplink:
         self._leave_by: float | None = None
         self._is_finished = False
         self._finished_through: wire.SourceConnection | None = None  # the connection that was told so
-        self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {link.address}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {self.address}", daemon=True)
 
     def start(self) -> None:
         """Begin to dial."""
@@ -166,7 +153,13 @@ class TrainerUplink:
     # In the thread
 
     def _run(self) -> None:
-        self._loop.dial([self.address], longest_pause_s=_LONGEST_RETRY_S, on_failure=self._failed)
+        self._loop.dial(
+            [self.address],
+            self.link.endpoint.tls,
+            shares=self._lender is not None,
+            longest_pause_s=_LONGEST_RETRY_S,
+            on_failure=self._failed,
+        )
         try:
             while self._loop.peers or not self._is_closing:
                 self._loop.send(self._send)
@@ -242,23 +235,16 @@ class TrainerUplink:
     def hello(self) -> wire.Hello:
         """The first message of a connection that is made now."""
         told = self._described()
-        return hello_of("source", self.link.name, self.session.token, self.link.limits, autoreset="SAME_STEP", **told)
+        return hello_of(
+            "source", self.link.name, self.session.token, self.link.endpoint.limits, autoreset="SAME_STEP", **told
+        )
 
     # What the loop asks for
 
-    def greet(
-        self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
-    ) -> Peer[wire.SourceConnection]:
-        """Peer of a socket with a trainer at its other end, which is told hello."""
-        connection = wire.SourceConnection(
-            self.hello(), self.session, secret=self.link.secret, limits=self.link.limits, now=now
-        )
-        if self._lender is None:
-            transport = transport_for(sock, connection, self.link.tls, dialled=self.address)
-        else:
-            transport = DescriptorTransport(sock, connection)
-            self._lender.begin(connection, transport)
-        return Peer(transport, connection, where, dialled=dialled)
+    def connection(self, now: float) -> wire.SourceConnection:
+        """This end of a connection with a trainer, which is told hello."""
+        _, limits, secret, _ = self.link.endpoint
+        return wire.SourceConnection(self.hello(), self.session, secret=secret, limits=limits, now=now)
 
     def handle(self, peer: Peer[wire.SourceConnection], event: wire.Message, now: float) -> None:
         """Take a message of the trainer."""
@@ -266,7 +252,9 @@ class TrainerUplink:
             case wire.Welcome():
                 logger.info("trainer %s has taken this rollout in", self.address)
                 self._wait.connected()
-                self._loop.dialler.welcomed(peer.dialled)
+                if self._lender is not None:
+                    assert isinstance(peer.transport, DescriptorTransport)
+                    self._lender.begin(peer.connection, peer.transport)
                 self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
             case wire.Settings():
                 self.wanted = StreamOrder.of(event.settings)
@@ -300,7 +288,7 @@ class TrainerUplink:
         if not isinstance(error, WireError):
             raise error
         problem = str(error).removeprefix("trainer: ")
-        if code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
+        if code not in (*COMES_BACK, "handshake", *(() if self._is_welcomed else _NO_TRAINER)):
             raise WireError(f"trainer {self.address}: {problem}", code) from None
         assert peer.dialled is not None
         peer.dialled.problem = problem

@@ -4,7 +4,6 @@ import array
 import os
 import select
 import socket
-import ssl
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,18 +11,12 @@ from itertools import islice
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.transport import Transport
-from rollflow.stream.wire import Address, Connection, ConnectionPhase, SharedAddress
+from rollflow.stream.wire import Connection, ConnectionPhase
 
 _MOST_BUFFERS = 64  # sent at a time
 _MOST_DESCRIPTORS = 64  # that come with what is received, or are sent, at a time
 _MOST_UNCLAIMED = 1024  # that have come before the message about them
-_ROOM = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
-
-
-def check_shared(address: Address, tls: ssl.SSLContext | None) -> None:
-    """Raise WireError where shared memory, which never leaves this host, is to be encrypted."""
-    if isinstance(address, SharedAddress) and tls is not None:
-        raise WireError(f"address {str(address)!r} with tls: memory is not encrypted, expected tls=None", "tls")
+_ROOM = getattr(socket, "CMSG_SPACE", int)(_MOST_DESCRIPTORS * array.array("i").itemsize)
 
 
 class Descriptor:

@@ -4,8 +4,10 @@ import logging
 import os
 import select
 import socket
+import ssl
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,13 +17,17 @@ from typing import Any, Generic, Protocol, TypeVar
 from rollflow.stream import wire
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
-from rollflow.stream.net.transport import Transport
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.dialler import Dialled, Dialler
+from rollflow.stream.net.transport import TlsTransport, Transport
 
 logger = logging.getLogger(__name__)
 
 _MANY, _LOOK_S = 64, 2e-5
 _PAUSE_S = 0.25  # until it is tried again whether there are descriptors for more connections
+# Codes of errors after which the other end may come back, and of those after which an address is dialled again.
+COMES_BACK = ("lost", "silent", "undelivered")
+REDIALLED = (*COMES_BACK, "handshake", "busy", "session")
 
 
 def look_s(count: int) -> float:
@@ -55,6 +61,7 @@ class Peer(Generic[C]):
 
 
 P = TypeVar("P", bound=Peer[Any])
+Told = TypeVar("Told", bound=Peer[Any], contravariant=True)
 _listening: "weakref.WeakSet[SocketLoop[Any]]" = weakref.WeakSet()
 
 
@@ -73,18 +80,18 @@ def _give_up_all() -> None:
 at_fork(after_in_child=_give_up_all)
 
 
-class SocketHandler(Protocol[P]):
+class SocketHandler(Protocol[Told]):
     """Decisions of a protocol, for the loop that owns its sockets."""
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> P:
-        """Peer for a socket that was accepted, or that has been dialled."""
+    def connection(self, now: float) -> wire.Connection:
+        """This end of a connection by a socket that was accepted, or that has been dialled."""
         ...
 
-    def handle(self, peer: P, event: wire.Message, now: float) -> None:
+    def handle(self, peer: Told, event: wire.Message, now: float) -> None:
         """Take what a connection has come to; where it broke, `fail` does."""
         ...
 
-    def fail(self, peer: P, error: Exception, now: float) -> None:
+    def fail(self, peer: Told, error: Exception, now: float) -> None:
         """Take the error that a connection broke with, or that `handle` raised; the peer is dropped next.
 
         What it raises ends the loop's method.
@@ -96,23 +103,29 @@ class SocketLoop(Generic[P]):
     """Sockets, their connections, and what there is to wait for; `send`, a wait, `serve` and `tick` make one round.
 
     handler          takes what happens
-    epoll            waits for descriptors, where others wait for the owner by it; None: a poll object does
+    peer             makes a peer of its transport, its connection, and where and how it was reached
     max_strangers    connections that have not proved themselves; where one more comes, the oldest is refused
 
-    lock      of connections and sockets; the loop's owner may hold it around any method
-    wakeup    ends a wait, from any thread
-    dialler   of the addresses that `dial` was given
+    lock       of connections and sockets; the loop's owner may hold it around any method
+    wakeup     ends a wait, from any thread
+    dialler    of the addresses that `dial` was given
+    refusals   why strangers were turned away, for errors
     """
 
     def __init__(
-        self, handler: SocketHandler[P], *, epoll: "select.epoll | None" = None, max_strangers: int = 1
+        self, handler: SocketHandler[P], peer: "type[P] | type[Peer[Any]]" = Peer, *, max_strangers: int = 1
     ) -> None:
         self.lock = threading.RLock()
         self.wakeup = Wakeup()
-        self._handler = handler
+        self.refusals: deque[str] = deque(maxlen=8)
+        self._handler, self._peer = handler, peer
         require("a connection to a host, a trainer or a replay", (select, "poll"))
-        self._poll: SocketPoll = select.poll() if epoll is None else epoll
-        self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
+        # The wait of an epoll takes no longer for more connections, and others can wait for it.
+        self._is_epoll = hasattr(select, "epoll")
+        self._poll: Any = select.epoll() if self._is_epoll else select.poll()
+        self._units = 1.0 if self._is_epoll else 1e3  # of the poll's timeout, in a second
+        self._tls: ssl.SSLContext | None = None
+        self._shares = False
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
         self._max_strangers, self._looks_at = max_strangers, 0.0
         self._listened: dict[int, socket.socket] = {}  # by descriptor
@@ -123,8 +136,18 @@ class SocketLoop(Generic[P]):
         self._strangers: list[P] = []  # that had not proved themselves when somebody last came or went
         self.dialler = Dialler([], self._poll)
 
-    def listen(self, sockets: Sequence[socket.socket]) -> None:
-        """Accept by sockets that are listened on, also beside others. A process that is forked off gives them up."""
+    def fileno(self) -> int:
+        """A descriptor that can be read once there is something to do, on systems with `select.epoll`."""
+        return int(self._poll.fileno())
+
+    def listen(
+        self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None, *, shares: bool = False
+    ) -> None:
+        """Accept by sockets that are listened on, also beside others. A process that is forked off gives them up.
+
+        shares    whether connections carry descriptors
+        """
+        self._tls, self._shares = tls, shares
         _listening.add(self)
         for sock in sockets:
             self._listened[sock.fileno()] = sock
@@ -134,21 +157,27 @@ class SocketLoop(Generic[P]):
     def stop_listening(self) -> None:
         """Accept no more; the sockets are others' to close."""
         for fd in self._accepting - self._paused.keys():
-            self._poll.unregister(fd)
+            with suppress(OSError):  # its owner has closed it, and an epoll has forgotten it already
+                self._poll.unregister(fd)
         self._accepting.clear()
         self._paused.clear()
 
     def dial(
         self,
         addresses: Sequence[wire.Address],
+        tls: ssl.SSLContext | None = None,
         *,
+        shares: bool = False,
         longest_pause_s: float = 5.0,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """Dial addresses, and no others any more, each again whenever its connection is lost: see `Dialler`.
 
+        shares    whether connections carry descriptors
+
         `tick` begins with that.
         """
+        self._tls, self._shares = tls, shares
         self.dialler.close()
         self.dialler = Dialler(addresses, self._poll, longest_pause_s, on_failure)
 
@@ -203,6 +232,21 @@ class SocketLoop(Generic[P]):
         finally:
             error.__traceback__ = None  # its frames hold the peer, and what was lent through it
 
+    def turn_away(self, peer: P, problem: str, who: str | None = None) -> None:
+        """Log that a peer is refused that has not proved itself, unless it is as the last time, and note why.
+
+        who    the peer, as far as it is known; None: where it is
+        """
+        who = who or peer.where
+        if peer.dialled is None:
+            if (text := f"{who.rpartition(':')[0] or who}: {problem}") not in self.refusals:
+                self.refusals.append(text)  # another try has another port
+        elif peer.dialled.problem == problem:
+            return
+        else:
+            peer.dialled.problem = problem
+        logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", who, problem)
+
     def send(self, tell: Callable[[P], None], peers: Iterable[P] | None = None) -> None:
         """Tell open connections what is new, and send what there is to send; where `tell` raises, it fails.
 
@@ -219,7 +263,8 @@ class SocketLoop(Generic[P]):
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
         """Wait until there is something to do, None: however long; what `serve` takes."""
-        return self._poll.poll(None if timeout_s is None else timeout_s * self._units)
+        ready: list[tuple[int, int]] = self._poll.poll(None if timeout_s is None else timeout_s * self._units)
+        return ready
 
     def wait_until(self, *times: float | None) -> list[tuple[int, int]]:
         """`wait` until the first of these times, on the clock `monotonic`, and until `tick` is due at the latest."""
@@ -228,6 +273,14 @@ class SocketLoop(Generic[P]):
         times = (*times, *deadlines, *self._paused.values(), self.dialler.due)
         due = min((time for time in times if time is not None), default=None)
         return self.wait(None if due is None else max(0.0, due - monotonic()))
+
+    def turn(self, *times: float | None) -> float:
+        """Wait until the first of these times at the latest, and do what there is to do; the time after the wait."""
+        ready = self.wait_until(*times)
+        now = monotonic()
+        self.serve(ready, now)
+        self.tick(now)
+        return now
 
     def serve(self, ready: Iterable[tuple[int, int]], now: float) -> None:
         """Accept, read, and write, by descriptors that a wait gave, each with its events, in their order."""
@@ -273,6 +326,8 @@ class SocketLoop(Generic[P]):
             peer.transport.close()
         self.dialler.close()
         self.wakeup.close()
+        if self._is_epoll:
+            self._poll.close()
 
     def _take(self, peer: P, events: Iterable[wire.Event], now: float) -> None:
         """Give the handler events of a connection, and its error where it is broken."""
@@ -280,6 +335,8 @@ class SocketLoop(Generic[P]):
             for event in events:
                 if isinstance(event, wire.ConnectionBroken):
                     raise event.error
+                if isinstance(event, wire.Welcome):
+                    self.dialler.welcomed(peer.dialled)
                 self._handler.handle(peer, event, now)
             if peer.connection.is_open or self.peer_of(peer.connection) is None:
                 return
@@ -317,9 +374,16 @@ class SocketLoop(Generic[P]):
         self._greet(sock, name, now, None)
 
     def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
-        """Add the peer that the handler makes of a socket, which is closed where that raises."""
+        """Add a peer with a connection of the handler's by a socket, which is closed where making them raises."""
         try:
-            peer = self._handler.greet(sock, where, now, dialled)
+            connection = self._handler.connection(now)
+            transport: Transport
+            if self._tls is None:
+                transport = (DescriptorTransport if self._shares else Transport)(sock, connection)
+            else:
+                address = None if dialled is None else dialled.address
+                transport = TlsTransport(sock, connection, self._tls, dialled=address)
+            peer: Any = self._peer(transport, connection, where, dialled=dialled)
         except BaseException:
             sock.close()
             raise

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from time import monotonic
 
-from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import system_module
 from rollflow.stream.wire import Address, Connection, ConnectionBroken, Event, TcpAddress
 
@@ -174,21 +173,11 @@ def _first(buffers: Iterable[memoryview], most: int) -> list[memoryview]:
     return first
 
 
-def check_server_tls(tls: ssl.SSLContext | None) -> None:
-    """Raise WireError for a context that is not for a server."""
-    if tls is not None and tls.protocol is ssl.PROTOCOL_TLS_CLIENT:
-        raise WireError(
-            "tls is a client's context, expected a server's, such as ssl.create_default_context("
-            "ssl.Purpose.CLIENT_AUTH) with its certificate loaded",
-            "tls",
-        )
-
-
 class TlsTransport(Transport):
     """`Transport` whose bytes are encrypted.
 
-    context            a server's or a client's, as `is_server` says; a server's may ask for a certificate
-    server_hostname    name that a client expects in the certificate
+    context    a server's, where the other end has dialled, or a client's; a server's may ask for a certificate
+    dialled    the address that was dialled, whose name a client expects in the certificate; None: the other end has
     """
 
     def __init__(
@@ -197,16 +186,15 @@ class TlsTransport(Transport):
         connection: Connection,
         context: ssl.SSLContext,
         *,
-        is_server: bool,
-        server_hostname: str | None = None,
+        dialled: Address | None,
     ) -> None:
         super().__init__(sock, connection)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._incoming,
             self._outgoing,
-            server_side=is_server,
-            server_hostname=None if is_server else server_hostname,
+            server_side=dialled is None,
+            server_hostname=dialled.host if isinstance(dialled, TcpAddress) else None,
         )
         self._plain: deque[memoryview] = deque()  # not encrypted yet
         self._encrypted = 0  # bytes of the connection's that are encrypted and not sent
@@ -307,13 +295,3 @@ def tls_problem(error: ssl.SSLError) -> str:
         return "the other end shows no certificate, expected one"
     _, is_alert, alert = reason.partition("ALERT_")
     return f"{'the other end refuses: ' if is_alert else ''}{(alert or reason).lower().replace('_', ' ')}"
-
-
-def transport_for(
-    sock: socket.socket, connection: Connection, tls: ssl.SSLContext | None, *, dialled: Address | None
-) -> Transport:
-    """Transport of a connection, encrypted where there is a context; `dialled` is None where the other end dialled."""
-    if tls is None:
-        return Transport(sock, connection)
-    name = dialled.host if isinstance(dialled, TcpAddress) else None
-    return TlsTransport(sock, connection, tls, is_server=dialled is None, server_hostname=name)

@@ -2,7 +2,6 @@
 
 import logging
 import select
-import socket
 import threading
 import weakref
 from collections import deque
@@ -20,8 +19,7 @@ from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
-from rollflow.stream.net.transport import transport_for
+from rollflow.stream.net.socket_loop import COMES_BACK, Peer, SocketLoop, quoted
 from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.spaces import read_space
 
@@ -44,7 +42,6 @@ _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
 HostNews = wire.Weights | wire.States | wire.Settings | wire.Cut  # that hosts don't answer
-_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -280,17 +277,15 @@ class Gateway:
         require("a rollout whose environments are on other hosts", (select, "epoll"))
         envs.take()
         self._registry = Registry(role, envs.max_hosts)
-        self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
-        self._envs = envs
-        self._epoll = select.epoll()
+        self._envs, self._limits = envs, envs.endpoint.limits
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
-        self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
-        self._loop.listen(envs.sockets)
-        self._loop.dial([] if envs.is_listening else envs.addresses)
+        self._loop: SocketLoop[HostPeer] = SocketLoop(itself, HostPeer, max_strangers=_MOST_STRANGERS)
+        self._loop.dial([] if envs.is_listening else envs.addresses, envs.endpoint.tls)
+        self._loop.listen(envs.sockets, envs.endpoint.tls)
         self._lock = self._loop.lock
         self._serviced = self._ticked = monotonic()
         self._closing = threading.Event()
-        self._ending = weakref.finalize(self, _end, self._closing, self._loop, envs, self._epoll)  # if never closed
+        self._ending = weakref.finalize(self, _end, self._closing, self._loop, envs)  # if never closed
         self._tender = threading.Thread(
             target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
         )
@@ -303,7 +298,7 @@ class Gateway:
 
     def fileno(self) -> int:
         """Descriptor that can be read once there is something to do for `service`, or something new for `news`."""
-        return self._epoll.fileno()
+        return self._loop.fileno()
 
     def service(self) -> None:
         """Do what there is to do for the sockets, without waiting."""
@@ -315,7 +310,7 @@ class Gateway:
             if now - self._ticked >= _TEND_S / 2:
                 self._ticked = now
                 self._loop.tick(now)
-                self._registry.tick(now, self._envs.limits.grace_s)
+                self._registry.tick(now, self._limits.grace_s)
 
     def wait(self, timeout: float | None) -> None:
         """Wait until there is something to do for `service`; it may be called without."""
@@ -405,7 +400,12 @@ class Gateway:
     def waited_for(self) -> str:
         """Where hosts are expected, and what came of those that tried, for errors."""
         started = () if self._envs.supply is None else self._envs.supply.problems
-        parts = [", ".join(map(str, self._envs.addresses)), *self._loop.dialler.problems, *self.refusals, *started]
+        parts = [
+            ", ".join(map(str, self._envs.addresses)),
+            *self._loop.dialler.problems,
+            *self._loop.refusals,
+            *started,
+        ]
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {'; '.join(parts)}"
 
     def _send(self, host: RemoteHost, say: Callable[[Any], None], message: Any) -> bool:
@@ -438,12 +438,9 @@ class Gateway:
 
     # What the loop asks for
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
-        """Peer of a socket with a host at its other end."""
-        connection = wire.GatewayConnection(secret=self._envs.secret, limits=self._envs.limits, now=now)
-        address = None if dialled is None else dialled.address
-        transport = transport_for(sock, connection, self._envs.tls, dialled=address)
-        return HostPeer(transport, connection, where, dialled=dialled)
+    def connection(self, now: float) -> wire.GatewayConnection:
+        """This end of a connection with a host."""
+        return wire.GatewayConnection(secret=self._envs.endpoint.secret, limits=self._limits, now=now)
 
     def handle(self, peer: HostPeer, event: wire.Message, now: float) -> None:
         """Take a message of a host."""
@@ -469,10 +466,10 @@ class Gateway:
         peer.connection.refuse(error.code, str(error))
         host = peer.host
         if host is None:
-            self._turned_away(peer, quoted(error))
+            self._loop.turn_away(peer, quoted(error))
         elif host.connection is peer.connection:
-            if error.code in _COMES_BACK:
-                self._registry.lose(host, error, now, self._envs.limits.grace_s)
+            if error.code in COMES_BACK:
+                self._registry.lose(host, error, now, self._limits.grace_s)
             else:
                 host.lost_at = now
                 self._registry.leave(host, str(error))
@@ -501,16 +498,6 @@ class Gateway:
         if old is not None:
             self._loop.drop(old)
 
-    def _turned_away(self, peer: HostPeer, problem: str) -> None:
-        if peer.dialled is None:
-            if (text := f"{peer.where.rpartition(':')[0] or peer.where}: {problem}") not in self.refusals:
-                self.refusals.append(text)  # another try has another port
-        elif peer.dialled.problem == problem:
-            return  # as it was the last time
-        else:
-            peer.dialled.problem = problem
-        logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", peer.where, problem)
-
 
 def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
     """Look after a gateway's sockets for as long as there is one."""
@@ -522,9 +509,8 @@ def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
         del there
 
 
-def _end(closing: threading.Event, loop: SocketLoop[HostPeer], envs: RemoteHosts, epoll: "select.epoll") -> None:
+def _end(closing: threading.Event, loop: SocketLoop[HostPeer], envs: RemoteHosts) -> None:
     """Close what is open."""
     closing.set()
     loop.close()
     envs.close()
-    epoll.close()

@@ -14,16 +14,14 @@ from time import monotonic
 from typing import Any, Literal, Self
 
 from rollflow.nodes.closing import Closing, close_all, noting_in
-from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dial_wait import DialWait
-from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
-from rollflow.stream.net.transport import transport_for
+from rollflow.stream.net.socket_loop import REDIALLED, Peer, SocketLoop, quoted, refusal_level
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire.software import hello_of
 
@@ -33,22 +31,13 @@ logger = logging.getLogger(__name__)
 _QUIET_S = 0.5  # how long a lane is waited for without a word
 _ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was told to drain
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
-_COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
 
 HostPeer = Peer[wire.HostConnection]
-_Protection = tuple[bytes | None, ssl.SSLContext | None, wire.Limits]
 # Keyword that a host has not -> its place.
 PLACES = {name: f"connect(address, {name}=…), or listening" for name in ("secret", "tls", "limits")}
 
 
-def protected(
-    address: str, secret: Secret, tls: ssl.SSLContext | None, limits: wire.Limits | None
-) -> tuple[wire.Address, _Protection]:
-    """An address, and the secret, TLS and limits of connections there, checked. Raises WireError."""
-    target, known = wire.parse_address(address), secret_bytes(secret)
-    wire.check_secret(target, known)
-    check_tls(target, tls)
-    return target, (known, tls, limits or wire.Limits())
+_NOWHERE = Endpoint(wire.UnixAddress("/"), wire.Limits())
 
 
 class Drain:
@@ -134,8 +123,7 @@ class Host:
     ) -> None:
         # Two hosts of one machine are not taken for each other.
         self.name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
-        protection: _Protection = None, None, wire.Limits()
-        self._secret, self._tls, self._limits = protection  # of the connections that are served now, or were last
+        self._endpoint = _NOWHERE  # of the connections that are served now, or were last
         self._metadata = metadata
         self._loop: SocketLoop[HostPeer] = SocketLoop(self, max_strangers=_MOST_STRANGERS)  # and the welcomed one
         self._lock = self._loop.lock  # of the session as well
@@ -171,9 +159,8 @@ class Host:
 
         Raises WireError where the gateway refuses, is not to be reached, or does not know the secret.
         """
-        target, protection = protected(address, secret, tls, limits)
-        with self._served(protection):
-            return self._serve_dialled(target, retry_s)
+        with self._served(endpoint_at(address, secret, tls, limits)):
+            return self._serve_dialled(retry_s)
 
     @contextmanager
     def listening(
@@ -189,8 +176,8 @@ class Host:
         secret, limits    as for `connect`
         tls               a server's context
         """
-        target, protection = protected(address, secret, tls, limits)
-        self._listeners, self._protection = listen_on(target), protection
+        self._listened = endpoint_at(address, secret, tls, limits, listens=True)
+        self._listeners = listen_on(self._listened.address)
         try:
             yield address_of(self._listeners[0])
         finally:
@@ -201,8 +188,8 @@ class Host:
 
         Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
         """
-        with self._served(self._protection):
-            self._loop.listen(self._listeners)
+        with self._served(self._listened):
+            self._loop.listen(self._listeners, self._listened.tls)
             while not self._is_over():
                 self._turn()
 
@@ -253,10 +240,10 @@ class Host:
     # Connections
 
     @contextmanager
-    def _served(self, protection: _Protection) -> Iterator[None]:
+    def _served(self, endpoint: Endpoint) -> Iterator[None]:
         """Serve gateways in this thread, and hang up in the end."""
         with self._serving, answering_dumps():
-            self._secret, self._tls, self._limits = protection
+            self._endpoint = endpoint
             try:
                 yield
             finally:
@@ -268,12 +255,14 @@ class Host:
                 if self._drain is not None:
                     self._drain.log_end()
 
-    def _serve_dialled(self, target: wire.Address, retry_s: float | None) -> str:
+    def _serve_dialled(self, retry_s: float | None) -> str:
         """Dial a gateway, again and again, and serve it until it says goodbye: its reason."""
+        target = self._endpoint.address
         wait = self._wait = DialWait("gateway", target, retry_s)
         self._parting = None
         self._loop.dial(
             [target],
+            self._endpoint.tls,
             longest_pause_s=backoff.times.host_pause_s,
             on_failure=lambda problem: wait.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}"),
         )
@@ -318,7 +307,6 @@ class Host:
     def _take_over(self, peer: HostPeer, *, was_known: bool) -> None:
         """Go on with a connection that has been welcomed: if there is an older one, it was the same gateway's."""
         logger.info("%s: the gateway has taken this host in", peer.where)
-        self._loop.dialler.welcomed(peer.dialled)
         if self._wait is not None:
             self._wait.connected()
         elif was_known:
@@ -359,15 +347,12 @@ class Host:
 
     # What the loop asks for
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
-        """Peer of a socket with a gateway at its other end, which is told hello."""
-        connection = wire.HostConnection(
-            self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
-        )
+    def connection(self, now: float) -> wire.HostConnection:
+        """This end of a connection with a gateway, which is told hello."""
+        _, limits, secret, _ = self._endpoint
+        connection = wire.HostConnection(self._hello(), self._session, secret=secret, limits=limits, now=monotonic())
         connection.is_busy = self._welcomed_peer is not None
-        address = None if dialled is None else dialled.address
-        transport = transport_for(sock, connection, self._tls, dialled=address)
-        return Peer(transport, connection, where, dialled=dialled)
+        return connection
 
     def handle(self, peer: HostPeer, event: wire.Message, now: float) -> None:
         """Take a message of a gateway."""
@@ -401,7 +386,7 @@ class Host:
             raise error
         if peer.dialled is None:
             logger.log(refusal_level(peer.connection), "%s: %s: %s", peer.where, type(error).__name__, quoted(error))
-        elif isinstance(error, WireError) and error.code in _COMES_BACK:
+        elif isinstance(error, WireError) and error.code in REDIALLED:
             if error.code == "session":
                 self._offer_session()
             peer.dialled.problem = str(error)
@@ -441,7 +426,7 @@ class Host:
             self.role,
             self.name,
             self._session.token,
-            self._limits,
+            self._endpoint.limits,
             slots=tuple(lane.env.num_envs for lane in self._lanes),
             metadata=self._metadata,
             busy=self._welcomed_peer is not None,
@@ -462,7 +447,7 @@ class Host:
 
         Raises what closing raises, once all are closed.
         """
-        busy, patience_s = self._busy_lanes(), self._limits.handshake_s
+        busy, patience_s = self._busy_lanes(), self._endpoint.limits.handshake_s
         left_s = patience_s if self._drain is None else min(patience_s, self._drain.left_s)
         for thread in self._threads:
             thread.end()

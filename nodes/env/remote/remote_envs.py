@@ -8,12 +8,11 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
-from rollflow.stream.net.transport import check_server_tls
-from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
+from rollflow.stream.wire import Address, Limits, SharedAddress, TcpAddress, UnixAddress, check_secret, parse_address
 
 if TYPE_CHECKING:
     from rollflow.nodes.launch.on_hosts import HostKeeper
@@ -21,24 +20,72 @@ if TYPE_CHECKING:
 Secret = bytes | str | None
 
 
-@dataclass(eq=False, kw_only=True, repr=False)
+class Endpoint(NamedTuple):
+    """Address that is listened on or dialled, and the limits and the protection of the connections there."""
+
+    address: Address
+    limits: Limits
+    secret: bytes | None = None
+    tls: ssl.SSLContext | None = None
+
+    @property
+    def shares(self) -> bool:
+        """True where both ends share memory."""
+        return isinstance(self.address, SharedAddress)
+
+
+def endpoint_at(
+    address: str | Address,
+    secret: Secret,
+    tls: ssl.SSLContext | None,
+    limits: Limits | None,
+    *,
+    listens: bool = False,
+    may_share: bool = False,
+) -> Endpoint:
+    """An endpoint, checked.
+
+    listens      whether it is listened on, with a server's context; else it is dialled, with a client's
+    may_share    whether the address may be one of shared memory
+
+    Raises WireError for an invalid address, one that needs a secret, and a secret or context that it can't have.
+    """
+    target, known = parse_address(address, may_share=may_share), secret_bytes(secret)
+    check_secret(target, known)
+    if tls is None:
+        return Endpoint(target, limits or Limits(), known)
+    if isinstance(target, SharedAddress):
+        raise WireError(f"address {str(target)!r} with tls: memory is not encrypted, expected tls=None", "tls")
+    if listens and tls.protocol is ssl.PROTOCOL_TLS_CLIENT:
+        raise WireError(
+            "tls is a client's context, expected a server's, such as ssl.create_default_context("
+            "ssl.Purpose.CLIENT_AUTH) with its certificate loaded",
+            "tls",
+        )
+    if not listens and isinstance(target, UnixAddress) and tls.check_hostname:
+        raise WireError(
+            f"{target} has no host name to check in a certificate; expected tls.check_hostname=False", "tls"
+        )
+    return Endpoint(target, limits or Limits(), known, tls)
+
+
+@dataclass(eq=False, repr=False)
 class RemoteHosts:
     """Hosts that dial in, or are dialled, for `RemoteEnvs` and `RemoteRollouts`: see `listen` and `connect`.
 
+    endpoint     one of the addresses, whose secret, TLS and limits are those of all
     addresses    listened on, with the ports that they have; or to be dialled
     supply       owner of the hosts; None: somebody else starts them
 
     For one rollout, which closes it; `close` is for one that was never given to any.
     """
 
+    endpoint: Endpoint
     addresses: list[Address]
     sockets: list[socket.socket]
-    secret: bytes | None
-    tls: ssl.SSLContext | None
     hosts: int
     join_timeout: float | None
     max_hosts: int
-    limits: Limits
     is_taken: bool = False
     supply: "HostKeeper | None" = None
 
@@ -74,23 +121,13 @@ class RemoteHosts:
         """
         if not addresses:
             raise ValueError("no address to listen on, expected 'tcp://host:port' or 'unix:/path'")
-        check_server_tls(tls)
         sockets: list[socket.socket] = []
         with closing_on_error(lambda: close_sockets(sockets)):
             for text in addresses:
-                address = parse_address(text)
-                check_secret(address, secret_bytes(secret))
-                sockets += listen_on(address)
-            return cls(
-                sockets=sockets,
-                addresses=[address_of(sock) for sock in sockets],
-                secret=secret_bytes(secret),
-                tls=tls,
-                hosts=hosts,
-                join_timeout=join_timeout,
-                max_hosts=max_hosts,
-                limits=limits or Limits(),
-            )
+                endpoint = endpoint_at(text, secret, tls, limits, listens=True)
+                sockets += listen_on(endpoint.address)
+            found = [address_of(sock) for sock in sockets]
+            return cls(endpoint, found, sockets, hosts=hosts, join_timeout=join_timeout, max_hosts=max_hosts)
 
     @classmethod
     def connect(
@@ -114,19 +151,14 @@ class RemoteHosts:
         texts = [addresses] if isinstance(addresses, str) else list(addresses)
         if not texts:
             raise ValueError("no address to dial, expected 'tcp://host:port' or 'unix:/path'")
-        parsed = [parse_address(text) for text in texts]
-        for address in parsed:
-            check_secret(address, secret_bytes(secret))
-            check_tls(address, tls)
+        dialled = [endpoint_at(text, secret, tls, limits) for text in texts]
         return cls(
-            sockets=[],
-            addresses=parsed,
-            secret=secret_bytes(secret),
-            tls=tls,
-            hosts=len(parsed) if hosts is None else hosts,
+            dialled[0],
+            [each.address for each in dialled],
+            [],
+            hosts=len(dialled) if hosts is None else hosts,
             join_timeout=join_timeout,
-            max_hosts=max(len(parsed), 1),
-            limits=limits or Limits(),
+            max_hosts=len(dialled),
         )
 
     @property
@@ -161,14 +193,6 @@ class RemoteRollouts(RemoteHosts):
     learnt, and send fragments. They must have the same connectors, and, unless that is the default one, the same
     module.
     """
-
-
-def check_tls(address: Address, tls: ssl.SSLContext | None) -> None:
-    """Raise WireError where a certificate is to be for a host's name, and the address to be dialled has none."""
-    if isinstance(address, UnixAddress) and tls is not None and tls.check_hostname:
-        raise WireError(
-            f"{address} has no host name to check in a certificate; expected tls.check_hostname=False", "tls"
-        )
 
 
 def secret_bytes(secret: Secret) -> bytes | None:

@@ -10,7 +10,7 @@ import pytest
 from wire_ends import PassingEnd
 
 from rollflow.stream.net.transport import TlsTransport, Transport
-from rollflow.stream.wire import ConnectionPhase, Event, Limits, Weights
+from rollflow.stream.wire import ConnectionPhase, Event, Limits, TcpAddress, Weights
 
 SIZE, A_BEAT = 8 << 20, 256 << 10  # bytes of the message, and of what the line carries in a heartbeat
 ROOM = 64 << 10  # bytes that may lie at the line's near end
@@ -51,8 +51,8 @@ def test_a_slow_line_is_no_silence(
     here: Transport
     there: Transport
     if is_encrypted:
-        here = TlsTransport(mine, sender, certificates["client"], is_server=False, server_hostname="127.0.0.1")
-        there = TlsTransport(theirs, taker, certificates["server"], is_server=True)
+        here = TlsTransport(mine, sender, certificates["client"], dialled=TcpAddress("127.0.0.1", 1))
+        there = TlsTransport(theirs, taker, certificates["server"], dialled=None)
     else:
         here, there = Transport(mine, sender), Transport(theirs, taker)
     sender.phase = taker.phase = ConnectionPhase.RUNNING

@@ -9,7 +9,6 @@ import pytest
 from wire_ends import PassingEnd, frame_as
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import Peer, SocketLoop
 from rollflow.stream.net.transport import Transport
 from rollflow.stream.wire import ConnectionPhase, Goodbye, Limits, Message, Ping, Pong, Weights
@@ -24,9 +23,8 @@ class Owner:
         self.handled: list[Message] = []
         self.failed: list[tuple[EndPeer, Exception]] = []
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> EndPeer:
-        connection = PassingEnd(Limits(heartbeat_s=1.0), now, 1 << 20)
-        return Peer(Transport(sock, connection), connection, where, dialled=dialled)
+    def connection(self, now: float) -> PassingEnd:
+        return PassingEnd(Limits(heartbeat_s=1.0), now, 1 << 20)
 
     def handle(self, peer: EndPeer, event: Message, now: float) -> None:
         self.handled.append(event)
@@ -49,7 +47,8 @@ class Looped:
         for _ in range(2):
             here, there = socket.socketpair()
             self.others.append(closing.enter_context(there))
-            self.peers.append(self.owner.greet(here, "there", 0.0, None))
+            connection = self.owner.connection(0.0)
+            self.peers.append(Peer(Transport(here, connection), connection, "there"))
             self.peers[-1].connection.phase = ConnectionPhase.RUNNING
             self.loop.add(self.peers[-1])
 
@@ -143,10 +142,10 @@ def test_the_oldest_stranger_fails_where_too_many_come(looped: Looped) -> None:
 
 
 def test_a_socket_that_nobody_can_greet_is_closed(looped: Looped) -> None:
-    def rude(sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> EndPeer:
-        raise KeyError(where)
+    def rude(now: float) -> PassingEnd:
+        raise KeyError(now)
 
-    looped.owner.greet = rude  # type: ignore[method-assign]
+    looped.owner.connection = rude  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         looped.loop.listen([listener])

@@ -20,9 +20,8 @@ from rollflow.stream.wire import Connection, Limits
 def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificates: dict[str, ssl.SSLContext]) -> None:
     here, there = socket.socketpair()
     connection = PassingEnd(Limits(), 0.0, 1 << 20)
-    poll = select.epoll()
-    lines: SocketLoop[Peer[Connection]] = SocketLoop(None, epoll=poll)  # type: ignore[arg-type]
-    line = Peer(TlsTransport(here, connection, certificates["server"], is_server=True), connection, "there")
+    lines: SocketLoop[Peer[Connection]] = SocketLoop(None)  # type: ignore[arg-type]
+    line = Peer(TlsTransport(here, connection, certificates["server"], dialled=None), connection, "there")
     client = certificates["client"].wrap_socket(
         there, server_hostname="127.0.0.1", do_handshake_on_connect=False, suppress_ragged_eofs=False
     )
@@ -30,7 +29,7 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
     shaking.start()
     lines.add(line)
     while shaking.is_alive() or not line.transport._is_agreed:  # type: ignore[attr-defined]
-        if poll.poll(0.05):
+        if lines.wait(0.05):
             line.transport.read(monotonic())
             lines.write(line)
     shaking.join()
@@ -43,11 +42,10 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
         line.transport.read(monotonic())  # as where something comes while something is left to be sent
     lines.write(line)
     assert connection.undelivered == 0
-    assert poll.poll(0) == []
+    assert lines.wait(0) == []
     lines.drop(line)
     lines.close()
     client.close()
-    poll.close()
 
 
 def test_what_is_much_is_sent_bit_by_bit_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

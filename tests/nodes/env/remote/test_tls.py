@@ -40,7 +40,7 @@ CASES = [
 
 def refused(gateway: Gateway) -> str:
     """Look after a gateway until it has turned somebody away: what it says of it."""
-    while not gateway.refusals and not gateway._loop.dialler.problems:
+    while not gateway._loop.refusals and not gateway._loop.dialler.problems:
         gateway.wait(None)
         gateway.service()
     return gateway.waited_for().replace("\\", "")
