@@ -3,19 +3,19 @@
 import importlib.util
 import logging
 import secrets
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rollflow.nodes.argument_checks import check_numbers, checked_count
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import RemoteRollouts
-from rollflow.nodes.env.workers.worker_process import refuse_in_worker
-from rollflow.nodes.launch.process_launcher import NAME, SECRET_VARIABLE, Handle, ProcessLauncher
+from rollflow.nodes.env.workers.worker_process import pickled, refuse_in_worker
+from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
+from rollflow.nodes.launch.program import serve_rollouts
 from rollflow.stream.data.errors import SEE, EnvError, shown
 from rollflow.stream.net.backoff import Reminder, pause_s
 from rollflow.stream.wire import TcpAddress, parse_address
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_IMPORTABLE = "expected a class or function at the top of a file that can be imported"
+_PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a host needs
 _LONGEST_PAUSE_S = 30.0
 _MOST_FAILURES = 5  # in a row, as a lane may be lost
 _MOST_AT_FIRST = 1  # while no rollout has begun: all hosts run the same program, so that a second one is no accident
@@ -135,8 +135,9 @@ class OnProcesses:
         num_hosts       number of hosts; each has as many environments as the rollout's `num_envs` says
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
 
-    The environment, module and connectors of the rollout must be what hosts can import: an id, or classes and functions
-    at the top of a file. A host that dies is started again. All end with the rollout, also where its process is killed.
+    The environment, module and connectors of the rollout must be what can be pickled: an id, or classes and functions
+    that hold nothing that can't be. A host that dies is started again. All end with the rollout, also where its process
+    is killed.
 
     Raises ValueError for numbers that are none, or too small.
     """
@@ -148,9 +149,9 @@ class OnProcesses:
         checked_count("num_hosts", self.num_hosts, 1)
         check_numbers(join_timeout=(self.join_timeout, 0))
 
-    def start(self, command: Sequence[str]) -> RemoteRollouts:
-        """Start the hosts, with a command that ends before their address."""
-        return _started(self, command, ProcessLauncher(), "tcp://127.0.0.1:0")
+    def start(self, options: Mapping[str, Any]) -> RemoteRollouts:
+        """Start the hosts, with these keywords of `RolloutHost`."""
+        return _started(self, options, ProcessLauncher(_PRELOAD), "tcp://127.0.0.1:0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,7 @@ class OnRay:
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
 
     The rest is as for `OnProcesses`. Ray is used as the program has initialized it, or initializes itself. It carries
-    commands and addresses: fragments and weights go through a connection to the rollout, none through Ray's store.
+    the call of a host: fragments and weights go through a connection to the rollout, none through Ray's store.
 
     Raises EnvError where Ray is not installed, WireError for an address that is none, and ValueError for numbers that
     are none, or too small, for another strategy, and for an address that can't be dialled.
@@ -201,13 +202,13 @@ class OnRay:
         if importlib.util.find_spec("ray") is None:
             raise EnvError("OnRay takes the package ray: pip install rollflow[ray]").see("started hosts")
 
-    def start(self, command: Sequence[str]) -> RemoteRollouts:
-        """Have Ray start the hosts, with a command that ends before their address."""
+    def start(self, options: Mapping[str, Any]) -> RemoteRollouts:
+        """Have Ray start the hosts, with these keywords of `RolloutHost`."""
         from rollflow.nodes.launch.ray_launcher import RayLauncher
 
         amounts = {name: amount for name, amount in self._amounts().items() if amount}
         launcher = RayLauncher(self.strategy, amounts, self.runtime_env or {})
-        return _started(self, command, launcher, self.address or f"tcp://{launcher.node_address()}:0")
+        return _started(self, options, launcher, self.address or f"tcp://{launcher.node_address()}:0")
 
     def _amounts(self) -> dict[str, float]:
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.resources or {})}
@@ -218,7 +219,7 @@ OnHosts = OnProcesses | OnRay
 
 def _started(
     place: OnHosts,
-    command: Sequence[str],
+    options: Mapping[str, Any],
     launcher: "ProcessLauncher | RayLauncher",
     address: str,
 ) -> RemoteRollouts:
@@ -227,40 +228,7 @@ def _started(
     secret = secrets.token_hex(32)
     hosts = RemoteRollouts.listen(address, secret=secret, hosts=place.num_hosts, join_timeout=place.join_timeout)
     with closing_on_error(hosts.close):
-        dials = ["--connect", str(hosts.addresses[0]), "--secret-env", SECRET_VARIABLE, "--name", NAME]
-        handles = launcher.start(place.num_hosts, [*command, *dials], secret)
+        call = pickled(partial(serve_rollouts, options, str(hosts.addresses[0]), secret), options.items(), "hosts")
+        handles = launcher.start(place.num_hosts, call)
         hosts.supply = HostKeeper(launcher, handles)
     return hosts
-
-
-def import_path(value: Any, argument: str) -> str:
-    """The path of a class or function, `package.module:name`.
-
-    argument    which it was given as, for errors
-
-    A program's own file counts as a module where it stands in a folder that is searched for modules: hosts import it
-    by its name. Raises EnvError for what can't be imported.
-    """
-    name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
-    if not isinstance(name, str) or not isinstance(module, str):
-        raise EnvError(
-            f"{argument} is {shown(value)}, which hosts can't import; {_IMPORTABLE}, and not what it makes"
-        ).see("started hosts")
-    if getattr(sys.modules.get(module), name, None) is not value:
-        raise EnvError(f"{argument} is {module}.{name}, which hosts can't import; {_IMPORTABLE}").see("started hosts")
-    if module == "__main__":
-        module = _main_module(f"{argument} is {module}.{name}")
-    return f"{module}:{name}"
-
-
-def _main_module(where: str) -> str:
-    """The name by which others import this program's main module. Raises EnvError where they can't."""
-    main = sys.modules["__main__"]
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if spec is not None:
-        return str(spec.name)
-    if file is not None:
-        path = Path(file).resolve()
-        if path.stem.isidentifier() and path.suffix == ".py" and path.parent in [Path(p).resolve() for p in sys.path]:
-            return path.stem
-    raise EnvError(f"{where}, and this program has no file that hosts can import; {_IMPORTABLE}").see("started hosts")

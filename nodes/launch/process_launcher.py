@@ -1,25 +1,22 @@
-"""Programs of this installation as processes of this machine, and their launcher."""
+"""Programs as processes of this machine, and their launcher: each makes one call that is pickled here."""
 
 import contextlib
-import json
 import os
+import pickle
 import signal
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
 
-SECRET_VARIABLE = "ROLLFLOW_SECRET"  # in the environment of a program that a launcher starts
-NAME = "{name}"  # argument of a command
 _MOST_BYTES = 1 << 14  # of what it has written
 _LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read
 _ENDING_S = 1.0  # for programs that are ending by themselves
 _LEAVING_S = 5.0  # for those that are told to end once nobody needs them
-_PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a host needs
 
 
 @dataclass(slots=True, eq=False)
@@ -47,27 +44,17 @@ class Handle:
     reason: str = ""
 
 
-def named(command: Sequence[str], handle: Handle) -> list[str]:
-    """A command with the name of its handle."""
-    return [handle.name if part == NAME else part for part in command]
-
-
 class ProgramProcess:
     """Runs a program in a process that ends when this one does, whatever ends it.
 
-        command      name of a program, and its arguments
-        variables    added to its environment
-        preload      module that takes long to import: see `WorkerProcess`
+        call       pickled function of a name, which gives the exit status
+        name       that it is called with
+        preload    module that takes long to import: see `WorkerProcess`
 
-    The command does not stand on the process's command line. Raises RunError in a worker process.
+    Neither stands on the process's command line. Raises RunError in a worker process.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        preload: str | None = None,
-    ) -> None:
+    def __init__(self, call: bytes, name: str, preload: str | None = None) -> None:
         self._worker = WorkerProcess("rollflow.nodes.launch.program", 2, preload=preload)
         orders, written = self._worker.sockets
         self._end: str | None = None
@@ -76,8 +63,7 @@ class ProgramProcess:
         self._reader = threading.Thread(target=self._read, name="rollflow program", daemon=True)
         self._reader.start()
         with contextlib.suppress(OSError):  # it has ended already, which `end` says
-            order = {"command": list(command), "variables": dict(variables)}
-            orders.sendall(json.dumps(order).encode() + b"\n")
+            orders.sendall(pickle.dumps((call, name)))
 
     @property
     def end(self) -> str | None:
@@ -122,25 +108,21 @@ class ProgramProcess:
 
 
 class ProcessLauncher:
-    """Starts programs of one command as processes of this machine.
+    """Starts programs that make one call, as processes of this machine.
+
+    preload    module that takes long to import: see `WorkerProcess`
 
     It starts once, and is used by one thread at a time. None of its programs outlives the process that has it, not even
     where that process is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preload: str | None = None) -> None:
         self._programs: dict[Handle, ProgramProcess] = {}
-        self._command: tuple[str, ...] = ()
-        self._secret = ""
+        self._call, self._preload = b"", preload
 
-    def start(self, n: int, command: Sequence[str], secret: str) -> list[Handle]:
-        """Start so many programs.
-
-        command      name of the program and its arguments, such as ("rollflow", "rollout-host", …); `{name}` as
-                     an argument stands for the name of the program's handle
-        secret       handed over in the environment, as `SECRET_VARIABLE`
-        """
-        self._command, self._secret = tuple(command), secret
+    def start(self, n: int, call: bytes) -> list[Handle]:
+        """Start so many programs: each makes a pickled call with the name of its handle."""
+        self._call = call
         with closing_on_error(self.stop):
             for number in range(n):
                 handle = Handle(f"process-{number}")
@@ -174,9 +156,7 @@ class ProcessLauncher:
         self._programs.clear()
 
     def _run(self, handle: Handle) -> ProgramProcess:
-        command = named(self._command, handle)
-        preload = _PRELOAD if command[0] == "rollflow" else None
-        return ProgramProcess(command, {SECRET_VARIABLE: self._secret}, preload)
+        return ProgramProcess(self._call, handle.name, self._preload)
 
 
 def _await(programs: Iterable[ProgramProcess], timeout: float) -> None:

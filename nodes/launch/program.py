@@ -1,18 +1,21 @@
-"""Main function of a worker process that runs a program of this installation."""
+"""Main function of a worker process that makes one call, such as that of a host of whole rollouts."""
 
-import json
+import logging
 import os
+import pickle
 import signal
 import socket
 import sys
-from importlib.metadata import entry_points
+from collections.abc import Mapping
+from typing import Any
 
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import become_worker
+from rollflow.stream.data.errors import RollflowError
 
 
 def main(life: int, fds: list[int]) -> None:
-    """Run the program that the first socket names, with all that it writes going to the second.
+    """Make the call that comes through the first socket, with all that it writes going to the second.
 
     life    pipe at whose end this process ends
     """
@@ -24,14 +27,29 @@ def main(life: int, fds: list[int]) -> None:
     os.close(output)
     for written in (sys.stdout, sys.stderr):
         written.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with socket.socket(fileno=orders) as sock, sock.makefile() as lines:
-        order = json.loads(lines.readline())
-    os.environ.update(order["variables"])
-    sys.argv[:] = order["command"]
-    become_worker(next((word for word in sys.argv[1:] if not word.startswith("-")), sys.argv[0]))
-    scripts = entry_points(group="console_scripts", name=sys.argv[0])
-    if not scripts:
-        sys.exit(f"no program {sys.argv[0]} is installed for {sys.executable}, expected pip install {sys.argv[0]}")
-    status = next(iter(scripts)).load()()
+    become_worker("rollflow-host")
+    with socket.socket(fileno=orders) as sock, sock.makefile("rb") as order:
+        call, name = pickle.load(order)
+    status = pickle.loads(call)(name)
     if status:
         sys.exit(status)
+
+
+def serve_rollouts(options: Mapping[str, Any], address: str, secret: str, name: str) -> int:
+    """Have a host of whole rollouts dial a rollout, until that says goodbye or SIGTERM comes: the exit status.
+
+    options    keywords of `RolloutHost`
+    """
+    from rollflow.nodes.offloaded.rollout_host import RolloutHost
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    try:
+        with RolloutHost(**options, name=name) as host:
+            signal.signal(signal.SIGTERM, lambda *_: host.drain(0.0) if host.is_draining else host.drain())
+            host.connect(address, secret=secret)
+            return 128 + signal.SIGTERM if host.is_draining else 0
+    except (RollflowError, OSError, ValueError) as error:
+        pages = error.pages if isinstance(error, RollflowError) else ()
+        print(f"rollflow: {error}", *pages, sep="\n", file=sys.stderr)  # noqa: T201  # what the rollout's error shows
+        return 1

@@ -1,6 +1,6 @@
 """Launcher of programs as actors of Ray: Ray says where, and starts them again elsewhere."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.launch.process_launcher import SECRET_VARIABLE, Handle, ProgramProcess, named
+from rollflow.nodes.launch.process_launcher import Handle, ProgramProcess
 from rollflow.stream.data.errors import RunError
 
 _ENDING_S = 1.0  # for programs that are ending by themselves
@@ -25,13 +25,13 @@ class RayHost:
         self._program: ProgramProcess | None = None
         self._is_to_end = False
 
-    def serve(self, command: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str]:
-        """Run a program until it ends: how it ended, "" as it should, and the lines that it wrote last.
+    def serve(self, call: bytes, name: str) -> tuple[str, str]:
+        """Run a program that makes a call until it ends: how it ended, "" as it should, and what it wrote last.
 
         It runs in a process of its own, which ends with the actor: what an environment does to its process, such as
         a segmentation fault, is said then.
         """
-        self._program = program = ProgramProcess(command, variables)
+        self._program = program = ProgramProcess(call, name)
         if self._is_to_end:  # since before it had begun
             program.terminate()
         while (end := program.wait(_LOOK_S)) is None:
@@ -73,15 +73,14 @@ class RayLauncher:
         resources      of each program: name -> amount
         runtime_env    of the actors
 
-    Nothing but commands and logs goes through Ray: all of it is small, and none goes through its store.
+    Nothing but calls and logs goes through Ray: all of it is small, and none goes through its store.
     """
 
     def __init__(self, strategy: str, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> None:
         self._strategy, self._resources, self._runtime_env = strategy.upper(), dict(resources), dict(runtime_env)
         self._placed: dict[Handle, _Placed] = {}
         self._group: Any = None
-        self._command: tuple[str, ...] = ()
-        self._secret = ""
+        self._call = b""
         if not ray.is_initialized():
             ray.init()
 
@@ -89,9 +88,9 @@ class RayLauncher:
         """Address of this node, as Ray has it."""
         return str(ray.util.get_node_ip_address())
 
-    def start(self, n: int, command: Sequence[str], secret: str) -> list[Handle]:
+    def start(self, n: int, call: bytes) -> list[Handle]:
         """Have Ray start so many programs as soon as it has room for all: see `ProcessLauncher`."""
-        self._command, self._secret = tuple(command), secret
+        self._call = call
         with closing_on_error(self.stop):
             self._group = placement_group([self._resources] * n, strategy=self._strategy)
             for bundle in range(n):
@@ -161,7 +160,7 @@ class RayLauncher:
             **more,
         )
         started = actor.remote()
-        serving = started.serve.remote(named(self._command, handle), {SECRET_VARIABLE: self._secret})
+        serving = started.serve.remote(self._call, handle.name)
         return _Placed(bundle, started, serving)
 
     def _waits(self) -> str:

@@ -4,7 +4,6 @@ import selectors
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,13 +11,13 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
+from rollflow.nodes.env.workers.worker_process import pickled
 from rollflow.nodes.modules.policy_weights import Weights, pack_weights
 from rollflow.nodes.offloaded.lane_rollout import LanePlan, Replica
 from rollflow.nodes.offloaded.lent_fragments import FragmentReader
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.blocks import SharedBlock, written_block
-from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import pack
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.seeding import seed_for
@@ -76,9 +75,9 @@ class RolloutLink(LaneLink):
     def _reset(self) -> None:
         """Have the rollout built, with the weights of its replica, and its first fragment made."""
         replica, plan = self.node.replica_for(self.lane, self.starts)
-        pickled = pickled_replica(replica, plan)
-        block = SharedBlock(PROGRESS_BYTES + len(pickled))
-        block.write(pickled, PROGRESS_BYTES)
+        setup = pickled({"replica": replica, "plan": plan}, _parts_of(replica))
+        block = SharedBlock(PROGRESS_BYTES + len(setup))
+        block.write(setup, PROGRESS_BYTES)
         self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
         self._progress[MARK] = 0, -1
         self._reported = 0
@@ -245,32 +244,13 @@ class RolloutLink(LaneLink):
         return 0 if self._progress is None else int(self._progress[1])
 
 
-def pickled_replica(replica: Replica, plan: LanePlan) -> bytes:
-    """Pickle the parts of a rollout. Raises EnvError that names what can't be."""
-    try:
-        pickled: bytes = cloudpickle.dumps({"replica": replica, "plan": plan})
-    except Exception as error:
-        raise EnvError(
-            f"{_unpicklable(replica)} can't be handed to a worker process: {error}; expected it to hold nothing that "
-            "can't be pickled"
-        ).see("pickle") from error
-    return pickled
-
-
-def _unpicklable(replica: Replica) -> str:
-    """The name of the part of a rollout that can't be pickled."""
-    modules = [(f"module '{type(module).__name__}'", module) for module in replica.modules.values()]
-    pieces = [
-        (f"{name}, piece '{piece.name}'", piece)
-        for name, pipeline in replica.named_pipelines
-        for piece in pipeline.connectors
-    ]
-    for name, part in modules + pieces:
-        try:
-            cloudpickle.dumps(part)
-        except Exception:
-            return name
-    return "the rollout"
+def _parts_of(replica: Replica) -> Iterator[tuple[str, Any]]:
+    """Parts of a rollout that may not be picklable, and their names."""
+    for module in replica.modules.values():
+        yield f"module '{type(module).__name__}'", module
+    for name, pipeline in replica.named_pipelines:
+        for piece in pipeline.connectors:
+            yield f"{name}, piece '{piece.name}'", piece
 
 
 class WorkerRollouts(WorkerNode, OffloadedRollouts):

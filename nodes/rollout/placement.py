@@ -1,14 +1,11 @@
 """Placement: where the environments of a rollout step, and all the rest with them."""
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
-
-from gymnasium.envs.registration import EnvSpec
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
@@ -19,8 +16,9 @@ from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, Remot
 from rollflow.nodes.env.workers.process_environments import AgentProcesses, ProcessEnvironments
 from rollflow.nodes.env.workers.thread_node import AgentThreads, ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
-from rollflow.nodes.launch.on_hosts import OnHosts, import_path
+from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
+from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
@@ -28,7 +26,7 @@ from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
 from rollflow.nodes.stages.acting import Acting, acting_for
 from rollflow.nodes.stages.module_set import AgentsActing, agents_acting_for
-from rollflow.stream.data.errors import EnvError, ModuleError
+from rollflow.stream.data.errors import EnvError, ModuleError, shown
 from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
 from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
 
@@ -121,7 +119,7 @@ def place(
     """
     reason = ""
     if isinstance(options.where, OnHosts) and not isinstance(env, RemoteHosts):
-        env = options.where.start(_command(env, options))
+        env = options.where.start(_options_of_hosts(env, options, kind))
         options = replace(
             options,
             where="inline",
@@ -211,51 +209,21 @@ def _chosen_place(
     return replace(options, where=where, workers=workers), f"where='{where}': {result}{unused}"
 
 
-# Argument of a rollout -> option of a host.
-_OPTIONS = {
-    "env_to_module_connector": "--env-to-module",
-    "module_to_env_connector": "--module-to-env",
-    "joint_connector": "--joint",
-    "agent_to_module_mapping_fn": "--agent-to-module",
-}
-
-
-def _command(env: Any, options: RolloutOptions) -> list[str]:
-    """The command of a host, but for the address that it dials.
-
-    Raises EnvError, ModuleError or ValueError for what hosts can't be given.
-    """
-    if isinstance(env, EnvSpec):
+def _options_of_hosts(env: Any, options: RolloutOptions, kind: RolloutKind) -> dict[str, Any]:
+    """Keywords of the `RolloutHost` of each host. Raises EnvError or ModuleError for what hosts can't be given."""
+    if kind.is_ready(env):
         raise EnvError(
-            f"env_kwargs of '{env.id}' can't be given to hosts that are started; expected env: a function of a module, "
-            "which makes the environment with them"
+            f"env is {shown(env)}, made already, and hosts make their own; expected a callable that makes it"
         ).see("started hosts")
-    command = ["rollflow", "rollout-host", "--env", env if isinstance(env, str) else import_path(env, "env")]
-    numbers = {"--num-envs": options.num_envs, "--lanes": options.lanes, "--device": options.device}
-    compiles = options.forward.compile
-    if isinstance(compiles, Mapping):
-        raise ValueError(f"Forward(compile={compiles!r}), expected True or False: hosts take no options")
-    for option, number in numbers.items():
-        command += [] if number is None else [option, str(number)]
-    command += _modules(options.module)
-    for argument, option in _OPTIONS.items():
-        maker = getattr(options, argument)
-        command += [] if maker is None else [option, import_path(maker, argument)]
-    return [*command, "--compile"] if compiles else command
-
-
-def _modules(module: Any) -> list[str]:
-    """The options that name modules, one or several by id."""
-    if not isinstance(module, Mapping):
-        return [] if module is None else ["--module", _module_path(module, "module")]
-    paths = {each: "" if one is None else _module_path(one, f"module[{each!r}]") for each, one in module.items()}
-    return [part for each, path in paths.items() for part in ("--module", f"{each}={path}")]
-
-
-def _module_path(module: Any, argument: str) -> str:
-    if not isinstance(module, type) and not inspect.isfunction(module):
-        raise ModuleError(
-            f"{argument} is a {type(module).__name__} that is made already, and hosts make their own; expected its "
-            "class, or a function of (observation space, action space): rollout.module is what is trained"
-        ).see("started hosts")
-    return import_path(module, argument)
+    module = options.module
+    for module_id, each in (module if isinstance(module, Mapping) else {None: module}).items():
+        if isinstance(each, RLModule):
+            argument = "module" if module_id is None else f"module[{module_id!r}]"
+            raise ModuleError(
+                f"{argument} is a {type(each).__name__} that is made already, and hosts make their own; expected its "
+                "class, or a function of (observation space, action space): rollout.module is what is trained"
+            ).see("started hosts")
+    names = ("num_envs", "lanes", "device", "module", "env_to_module_connector", "module_to_env_connector")
+    of_agents = ("joint_connector", "agent_to_module_mapping_fn")
+    given = {name: getattr(options, name) for name in (*names, *of_agents)}
+    return {"env": env, "compile_forward": options.forward.compile, **given}

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from remote_rollouts import check_counts, check_laws, taken_until
-from small_program import NAME, install
+from small_program import call_of
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
 from rollflow import MultiAgentRollout, Rollout
@@ -213,13 +213,12 @@ def test_hosts_whose_environment_can_not_be_made_say_so(cluster: Cluster) -> Non
     await_that(all_free)
 
 
-def test_the_five_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster, tmp_path: Path) -> None:
-    install(tmp_path)
-    variables = {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+def test_the_five_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster) -> None:
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
     launcher = RayLauncher("spread", {"CPU": 1}, {"env_vars": variables})
-    first, _ = launcher.start(2, [NAME, "wait", "--name", "{name}"], "sesame")
+    first, _ = launcher.start(2, call_of("wait"))
     await_that(lambda: launcher.logs(first).endswith("waits\n"))
-    assert launcher.logs(first).startswith("['wait', '--name', 'ray-0'] sesame\n")
+    assert launcher.logs(first).startswith("['wait'] ray-0\n")
     assert [handle.name for handle in launcher.alive()] == ["ray-0", "ray-1"]
     launcher.restart(first)
     await_that(lambda: "waits" in launcher.logs(first))

@@ -1,25 +1,22 @@
-"""A program of an installation that a test makes up: it starts at once, and does as its first argument says."""
+"""A program that is there at once, and does as its first word says."""
 
-import os
 import signal
 import sys
-from pathlib import Path
+from functools import partial
 
-NAME = "small-program"
-
-
-def install(folder: Path) -> None:
-    """Have the folder, which is to be searched for modules, be an installation of the program."""
-    record = folder / "small_program-1.0.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: small-program\nVersion: 1.0\n")
-    (record / "entry_points.txt").write_text(f"[console_scripts]\n{NAME} = small_program:main\n")
+import cloudpickle
 
 
-def main() -> int | None:
+def call_of(*words: str) -> bytes:
+    """The pickled call of a program."""
+    made: bytes = cloudpickle.dumps(partial(do, words))
+    return made
+
+
+def do(words: tuple[str, ...], name: str) -> None:
     """Say what it was given, and then do as it is told."""
-    sys.stdout.write(f"{sys.argv[1:]} {os.environ['ROLLFLOW_SECRET']}\n")
-    match sys.argv[1]:
+    sys.stdout.write(f"{list(words)} {name}\n")
+    match words[0]:
         case "fail":
             sys.exit("it broke")
         case "wait":
@@ -30,4 +27,3 @@ def main() -> int | None:
             sys.stdout.write("stays\n")
             signal.pause()
             signal.pause()
-    return None

@@ -13,7 +13,6 @@ from itertools import islice
 from multiprocessing import connection
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from rollflow.nodes.env.env_source import sizes_of
@@ -23,7 +22,7 @@ from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, Ra
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.nodes.env.workers.watch import PHASE_BYTES, Activity, ActivityFlag, ProgressMark, call_under_way
-from rollflow.nodes.env.workers.worker_process import MOST_FDS, WorkerProcess, core_count, end_all
+from rollflow.nodes.env.workers.worker_process import MOST_FDS, WorkerProcess, core_count, end_all, pickled
 from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.errors import EnvError, RunError
@@ -46,7 +45,7 @@ class LaneLink(LaneStatus, abc.ABC):
         super().__init__(index, LanePhase.MAKING)
         self.node: Any = node
         self.sock: socket.socket | None = None
-        self._maker = _pickled(maker, index)
+        self._maker = pickled(maker, [(f"the environments of lane {index}", maker)])
         self._reader = FrameReader()
         self.activity = ActivityFlag()
 
@@ -187,17 +186,6 @@ class LaneLink(LaneStatus, abc.ABC):
         except OSError:
             return None
         return self._reader.feed(data, fds) if data else None
-
-
-def _pickled(maker: Any, lane: int) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(maker)
-    except Exception as error:
-        raise EnvError(
-            f"the environments of lane {lane} can't be handed to a worker process: {error}; expected an id, or "
-            "callables that hold nothing that can't be pickled"
-        ).see("pickle") from error
-    return pickled
 
 
 def refusal(raised: RaisedError, link: LaneLink) -> Exception:

@@ -20,15 +20,17 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_all_start_methods, resource_tracker
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import cloudpickle
+
 from rollflow.nodes.closing import closing_on_error
-from rollflow.stream.data.errors import RunError
+from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.system import at_fork
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import (
@@ -412,6 +414,30 @@ def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
     except OSError:
+        return False
+    return True
+
+
+def pickled(value: Any, parts: Iterable[tuple[str, Any]], place: str = "a worker process") -> bytes:
+    """A value, pickled for another process. Raises EnvError where it can't be, with the first of its parts that can't.
+
+    parts    names and values
+    place    that it goes to
+    """
+    try:
+        made: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        whose = next((name for name, part in parts if not _can_be_pickled(part)), "the rollout")
+        raise EnvError(
+            f"{whose} can't be handed to {place}: {error}; expected an id, or what holds nothing that can't be pickled"
+        ).see("pickle") from error
+    return made
+
+
+def _can_be_pickled(part: Any) -> bool:
+    try:
+        cloudpickle.dumps(part)
+    except Exception:
         return False
     return True
 

@@ -1,7 +1,7 @@
 """Hosts that are kept alive: which are started again, and when that is given up."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -34,7 +34,7 @@ class Launched:
         handle.end = how
         self.running.discard(handle)
 
-    def start(self, n: int, command: Sequence[str], secret: str) -> list[Handle]:
+    def start(self, n: int, call: bytes) -> list[Handle]:
         return list(self.starts)
 
     def alive(self) -> list[Handle]:

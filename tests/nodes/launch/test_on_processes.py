@@ -5,9 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import psutil
 import pytest
 from ending_agent_envs import logs_of
@@ -17,8 +20,8 @@ from numbered_module import NumberedModule
 from remote_rollouts import check_counts, check_laws, taken_until
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
-from rollflow import Forward, MultiAgentRollout, Rollout
-from rollflow.nodes import DefaultModule, FlattenObservations, OnProcesses, OnRay
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import FlattenObservations, OnProcesses, OnRay
 from rollflow.stream import EnvError, ModuleError
 
 
@@ -83,7 +86,7 @@ def test_hosts_whose_environment_can_not_be_made_say_so() -> None:
 @pytest.mark.slow
 def test_connectors_and_options_of_passes_reach_the_hosts() -> None:
     options: Any = {"env_to_module_connector": flat, "device": "cpu", "fragment_length": 4, "num_fragments": 1}
-    with Rollout("CartPole-v1", where=OnProcesses(), **options) as rollout:
+    with Rollout(partial(gym.make, "CartPole-v1"), where=OnProcesses(), **options) as rollout:
         [batch] = rollout.batches()
     assert batch["obs"].shape == (4, 4)
     assert rollout.evaluate(episodes=1).returns.shape == (1,)
@@ -169,11 +172,26 @@ def test_a_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.Monkey
         OnRay()
 
 
-def test_what_hosts_take_no_part_in_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Forward\(compile=\{'mode': 'default'\}\), expected True or False"):
-        Rollout("CartPole-v1", where=OnProcesses(), forward=Forward(compile={"mode": "default"}))
-    modules = {"one": DefaultModule, "other": NumberedModule()}
-    with pytest.raises(ModuleError, match=r"module\['other'\] is a NumberedModule that is made already"):
-        MultiAgentRollout(telling_agents, module=modules, where=OnProcesses())
-    with pytest.raises(EnvError, match=r"agent_to_module_mapping_fn is \{.*\}, which hosts can't import"):
-        MultiAgentRollout(telling_agents, agent_to_module_mapping_fn={"agent 0": "one"}, where=OnProcesses())
+def unpicklable() -> Any:
+    lock = threading.Lock()
+    return lambda: lock
+
+
+def ready() -> gym.vector.VectorEnv[Any, Any, Any]:
+    return gym.make_vec("CartPole-v1", num_envs=1, vectorization_mode="sync")
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "options", "told"),
+    [
+        (Rollout, "CartPole-v1", {"module": NumberedModule()}, "module is a NumberedModule that is made already"),
+        (MultiAgentRollout, telling_agents, {"module": {"a": None, "b": NumberedModule()}}, r"module\['b'\] is a Numb"),
+        (Rollout, unpicklable(), {}, "env can't be handed to hosts: .*lock.*; expected an id, or"),
+        (Rollout, flat, {"env_to_module_connector": unpicklable()}, "env_to_module_connector can't be handed to hosts"),
+        (Rollout, ready(), {}, "env is .*, made already, and hosts make their own; expected a callable"),
+    ],
+    ids=["module", "modules", "env", "connector", "ready"],
+)
+def test_what_can_not_go_to_hosts_is_refused(kind: Any, env: Any, options: dict[str, Any], told: str) -> None:
+    with pytest.raises((EnvError, ModuleError), match=told):
+        kind(env, where=OnProcesses(), **options)

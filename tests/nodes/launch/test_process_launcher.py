@@ -2,30 +2,27 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 from leftovers import held_here, processes_of
 from remote_rollouts import await_that
-from small_program import NAME, install
+from small_program import call_of
 
 from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
 
 
 @pytest.fixture(autouse=True)
-def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def _left_before() -> None:
     _before.clear()
     _before.update(processes_of())
 
 
 @contextmanager
-def started(n: int, *command: str, secret: str = "sesame") -> Iterator[tuple[ProcessLauncher, list[Handle]]]:
+def started(n: int, *words: str) -> Iterator[tuple[ProcessLauncher, list[Handle]]]:
     launcher = ProcessLauncher()
     try:
-        yield launcher, launcher.start(n, [NAME, *command, "--name", "{name}"], secret)
+        yield launcher, launcher.start(n, call_of(*words))
     finally:
         launcher.stop()
 
@@ -37,22 +34,22 @@ def children() -> list[psutil.Process]:
     return [child for child in processes_of() if child not in _before]
 
 
-def test_a_program_is_given_its_command_its_name_and_the_secret() -> None:
+def test_a_program_makes_its_call_with_its_name() -> None:
     with started(2, "end", "7") as (launcher, handles):
         await_that(lambda: not launcher.alive())
         assert [handle.end for handle in handles] == ["", ""]
         assert [launcher.logs(handle) for handle in handles] == [
-            "['end', '7', '--name', 'process-0'] sesame\n",
-            "['end', '7', '--name', 'process-1'] sesame\n",
+            "['end', '7'] process-0\n",
+            "['end', '7'] process-1\n",
         ]
 
 
 @pytest.mark.slow
-def test_neither_the_secret_nor_the_command_stand_on_a_command_line() -> None:
-    with started(1, "wait", "00c0ffee", secret="0badcafe") as (launcher, [handle]):
-        await_that(lambda: "'00c0ffee', '--name', 'process-0'] 0badcafe" in launcher.logs(handle))
+def test_no_secret_stands_on_a_command_line_or_in_the_environment() -> None:
+    with started(1, "wait", "0badcafe") as (launcher, [handle]):
+        await_that(lambda: "'0badcafe'] process-0" in launcher.logs(handle))
         [process] = children()
-        assert not any("00c0ffee" in part or "0badcafe" in part for part in process.cmdline())
+        assert not any("0badcafe" in part for part in [*process.cmdline(), *process.environ().values()])
 
 
 def test_how_a_program_has_ended_is_said_in_words() -> None:
@@ -65,14 +62,6 @@ def test_how_a_program_has_ended_is_said_in_words() -> None:
         children()[0].kill()
         await_that(lambda: not launcher.alive())
         assert handle.end == "was killed by SIGKILL"
-
-
-def test_a_program_that_is_not_installed_is_named() -> None:
-    launcher = ProcessLauncher()
-    [handle] = launcher.start(1, ["nothing"], "")
-    await_that(lambda: not launcher.alive())
-    assert launcher.logs(handle).startswith("no program nothing is installed for ")
-    launcher.stop()
 
 
 @pytest.mark.slow
