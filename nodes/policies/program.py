@@ -215,12 +215,11 @@ def _argument(value: Any, numbers: Mapping[str, int]) -> Any:
 
 
 class _Step(NamedTuple):
-    """An operation: its function, what gives its arguments, and the values that nothing needs after it."""
+    """An operation: its function, and what gives its arguments."""
 
     call: Callable[..., Any]
     args: tuple[Reader, ...]
     kwargs: tuple[tuple[str, Reader], ...]
-    done_with: tuple[int, ...] = ()
 
 
 class _Program(NamedTuple):
@@ -305,8 +304,6 @@ class ProgramModule(RLModule):
             if checks:
                 _check_size(made, key)
             values.append(made)
-            for place in step.done_with:
-                values[place] = None
         output: Batch = map_tree(lambda place: values[place], program.output)
         return output
 
@@ -325,16 +322,10 @@ class ProgramModule(RLModule):
         first = len(paths) + len(names)
         output = from_plain(record["output"], f"{where}/output", {})
         total = first + len(operations)
-        kept = leaves_of(output)
-        if not isinstance(output, dict) or not all(type(each) is int and 0 <= each < total for each in kept):
+        made = leaves_of(output)
+        if not isinstance(output, dict) or not all(type(each) is int and 0 <= each < total for each in made):
             raise PolicyError(f"programs: {where}: output is {str(output)[:80]}, expected numbers below {total}")
-        last_use: dict[int, int] = {}  # value -> the one that is made of it last
-        steps = [_operation(each, first + place, last_use, where) for place, each in enumerate(operations)]
-        done: dict[int, list[int]] = {}
-        for value, made in last_use.items():
-            if value and value not in kept:  # the first says where the batch is
-                done.setdefault(made, []).append(value)
-        steps = [step._replace(done_with=tuple(done.get(first + place, ()))) for place, step in enumerate(steps)]
+        steps = [_operation(each, first + place, where) for place, each in enumerate(operations)]
         return _Program(tuple(paths), tuple(self._owner(name, where) for name in names), tuple(steps), output)
 
     def _owner(self, name: Any, where: str) -> tuple[dict[str, Any], str]:
@@ -351,15 +342,15 @@ class ProgramModule(RLModule):
         return owner, last
 
 
-def _operation(record: Any, number: int, last_use: dict[int, int], where: str) -> _Step:
+def _operation(record: Any, number: int, where: str) -> _Step:
     if not isinstance(record, list) or len(record) != 3 or not isinstance(record[1], list):
         raise PolicyError(f"programs: {where}: an operation is {str(record)[:80]}, expected a name and arguments")
     name, args, kwargs = record
     if not isinstance(kwargs, dict):
         raise PolicyError(f"programs: {where}: arguments of {str(name)[:80]!r} are no dict: {str(kwargs)[:80]}")
     call = operation_named(name)
-    read = tuple(_reader(each, number, last_use) for each in args)
-    named = {key: _reader(each, number, last_use) for key, each in kwargs.items()}
+    read = tuple(_reader(each, number) for each in args)
+    named = {key: _reader(each, number) for key, each in kwargs.items()}
     if isinstance(call, torch._ops.OpOverload) and _makes_tensors(call):
         named["device"] = _device
     return _Step(call, read, tuple(named.items()))
@@ -371,16 +362,15 @@ def _makes_tensors(call: torch._ops.OpOverload) -> bool:
     return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
-def _reader(argument: Any, number: int, last_use: dict[int, int]) -> Reader:
+def _reader(argument: Any, number: int) -> Reader:
     """What gives an argument; values are named by their number, of which those before `number` are there."""
     if isinstance(argument, list):
-        return partial(_read_list, [_reader(each, number, last_use) for each in argument])
+        return partial(_read_list, [_reader(each, number) for each in argument])
     if not isinstance(argument, dict):
         return partial(_constant, argument)
     if len(argument) == 1:
         [(kind, value)] = argument.items()
         if kind == "value" and type(value) is int and 0 <= value < number:
-            last_use[value] = number
             return itemgetter(value)
         if kind == "float" and value in _FLOATS:
             return partial(_constant, float(value))

@@ -17,8 +17,7 @@ FILLS = {"busy": BRAND, "blocked": "var(--color-blocked, #d9822b)", "idle": "var
 
 WIDTH = 440
 LINE = 17  # from one line of text to the next
-_FONT = "var(--font-stack, sans-serif)"
-_WIDE, _NARROW = frozenset("mwMW@%…"), frozenset("fijlrtI.,:;|!()[]/' ")
+_FONT = "var(--font-stack--monospace, monospace)"
 _HEAD = (
     '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     f'<path d="M0 0 8 4 0 8z" fill="{FAINT}"/></marker>'
@@ -37,16 +36,7 @@ def picture(parts: Sequence[str], height: float, description: str, width: float 
 
 def width_of(words: str) -> float:
     """Width that a line of text takes at most, in the font of a picture."""
-    return sum(
-        12.0
-        if letter in _WIDE or ord(letter) > 0x2E7F
-        else 5.2
-        if letter in _NARROW
-        else 9.4
-        if letter.isupper()
-        else 7.6
-        for letter in words
-    )
+    return 8.0 * sum(2 if ord(letter) > 0x2E7F else 1 for letter in words)
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "middle", weight: str = "normal") -> str:

@@ -74,7 +74,7 @@ def test_a_picture_of_a_run_has_shares_and_what_edges_hold() -> None:
     assert words == ["3/4, block", "a  25%", "b  100%", "busy", "blocked", "idle"]
     bars = (re.search(r'width="([\d.]+)" height="7" .*brand', part) for part in parts)
     busy = [float(found[1]) for found in bars if found]
-    assert [round(width, 1) for width in busy] == [13.5, 56.8]
+    assert [round(width, 1) for width in busy] == [13.5, 60.0]
 
 
 def test_a_rollout_shows_itself_before_its_run_and_while_it_runs() -> None:
