@@ -5,8 +5,8 @@ import socket
 
 from rollflow.cli import arguments
 from rollflow.nodes.env.remote.host_checks import check_host
-from rollflow.nodes.env.remote.remote_envs import secret_bytes
-from rollflow.stream.wire import UnixAddress, check_secret, parse_address
+from rollflow.nodes.env.remote.remote_envs import endpoint_at
+from rollflow.stream.wire import UnixAddress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status, 0 where nothing is wrong."""
-    secret, address = secret_bytes(arguments.secret_of(args)), parse_address(args.address)
-    check_secret(address, secret)
+    address, _, secret, _ = endpoint_at(args.address, arguments.secret_of(args), None, None)
 
     def opened() -> socket.socket:
         if isinstance(address, UnixAddress):

@@ -52,9 +52,9 @@ from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.locked_folder import sync
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import DatasetError, PolicyError, shown
+from rollflow.stream.data.errors import ColumnError, DatasetError, PolicyError, shown
 from rollflow.stream.data.tree import kind_of, map_tree
-from rollflow.stream.fragments.fragment import RECORDED, Fragment
+from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 
 # Columns of steps that are written with a dictionary: numbers take longer, for no less.
@@ -373,7 +373,12 @@ class DatasetSink:
         Fragments with the last one's spaces and types of columns are of its kind. Raises DatasetError for another kind
         than before.
         """
-        columns = {name: fragment.columns[name].tree for name in self._names(fragment)}
+        try:
+            columns = fragment.stored_columns(self._extra, "which is to be written")
+        except ColumnError as error:
+            raise DatasetError(str(error)) from None
+        if taken := [name for name in columns if name in RESERVED]:
+            raise DatasetError(f"a module's output is called {taken[0]!r}, expected none of {', '.join(RESERVED)}")
         spaces = fragment.observation_space, fragment.layout.action_space
         types = {name: kind_of(tree) for name, tree in columns.items()}
         if (last := self._last.get(name)) is not None and last[0][0] is spaces[0] and last[0][1] is spaces[1]:
@@ -390,18 +395,6 @@ class DatasetSink:
             folder.check_kind(self._kinds[name], kind)
         self._last[name] = spaces, types, kind
         return kind
-
-    def _names(self, fragment: Fragment) -> list[str]:
-        extra = fragment.extra_columns if self._extra is None else [*self._extra, Columns.POLICY_VERSION]
-        names = [Columns.OBS, *RECORDED, *extra]
-        if missing := [name for name in names if name not in fragment.columns]:
-            raise DatasetError(
-                f"the fragment has no output {missing[0]!r}, which is to be written; its outputs: "
-                f"{', '.join(fragment.extra_columns)}"
-            )
-        if taken := [name for name in names if name in RESERVED]:
-            raise DatasetError(f"a module's output is called {taken[0]!r}, expected none of {', '.join(RESERVED)}")
-        return names
 
     def _opened(self) -> int:
         """Lock the folder, read what is there, and remove what a killed sink has left; the number of the next file."""

@@ -129,7 +129,7 @@ class SampleServer:
             pass
         elif isinstance(event, wire.Goodbye):
             self._loop.drop(peer)
-            self._forget(peer)
+            del self._clients[peer.session.token]
         elif isinstance(event, wire.Query):
             self._queries.append(PendingQuery(peer.session, event, now))
 
@@ -153,8 +153,7 @@ class SampleServer:
         peer.connection.welcome(session, credits=session.window)
         peer.name, peer.session = hello.name, session
         self._clients[hello.session] = peer
-        if older is not None:
-            self._loop.drop(older)
+        self._loop.drop(older)
 
     def _peer_of(self, session: wire.ServerSession) -> SamplerPeer | None:
         """The newest connection of a session; None: it is known no longer."""
@@ -163,13 +162,9 @@ class SampleServer:
 
     def _forget_lost(self, now: float) -> None:
         """Forget samplers that have had their time to come back."""
-        for peer in list(self._clients.values()):
+        for token, peer in list(self._clients.items()):
             if peer.lost_at is not None and now >= peer.lost_at + self._endpoint.limits.grace_s:
-                self._forget(peer)
-
-    def _forget(self, peer: SamplerPeer) -> None:
-        assert peer.session is not None
-        del self._clients[peer.session.token]
+                del self._clients[token]
 
     # Queries
 

@@ -13,7 +13,7 @@ from rollflow.nodes.argument_checks import check_names, checked_count
 from rollflow.sinks.replay.row_index import Ints
 from rollflow.stream.data.blocks import BlockLayout, PrivateBlock
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.errors import ColumnError, ReplayError
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
@@ -192,14 +192,10 @@ def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tre
 
     Raises ReplayError for an output that is not there, and for states of which the one before a step is not known.
     """
-    kept = fragment.extra_columns if extra is None else [*extra, Columns.POLICY_VERSION]
-    names = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, *kept)
-    if missing := [name for name in names if name not in fragment.columns]:
-        raise ReplayError(
-            f"the fragment has no output {missing[0]!r}, which the replay is to keep; its outputs: "
-            f"{', '.join(fragment.extra_columns)}"
-        )
-    columns = {name: fragment.columns[name].tree for name in names}
+    try:
+        columns = fragment.stored_columns(extra, "which the replay is to keep")
+    except ColumnError as error:
+        raise ReplayError(str(error)) from None
     if Columns.STATE_OUT in columns:
         if ((fragment.chunks.start == 0) & (fragment.chunks.t_started > 0)).any():
             raise ReplayError(

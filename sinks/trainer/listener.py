@@ -295,9 +295,8 @@ class TrainerListener:
         source.come(peer.connection, self.weights.version)
         self.come.add(hello.session)
         self.sources[hello.session] = source
-        old = None if older is None else self._loop.peer_of(older)
-        if old is not None:
-            self._loop.drop(old)
+        if older is not None:
+            self._loop.drop(self._loop.peer_of(older))
 
     def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello) -> None:
         """Take in an end that gets weights, and that no batch waits for: it is none of the sources."""

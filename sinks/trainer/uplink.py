@@ -163,12 +163,9 @@ class TrainerUplink:
         try:
             while self._loop.peers or not self._is_closing:
                 self._loop.send(self._send)
-                ready = self._loop.wait_until(self._leave_by, self._wait.due)
-                now = monotonic()
+                now = self._loop.turn(self._leave_by, self._wait.due)
                 if self._leave_by is not None and now >= self._leave_by:
                     break
-                self._loop.serve(ready, now)
-                self._loop.tick(now)
                 if not self._is_welcomed:
                     gives_up = self.goodbye is None and not self._loop.peers
                     self._wait.check(self._loop.dialler.problems, gives_up=gives_up)

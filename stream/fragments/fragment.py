@@ -198,6 +198,21 @@ class Fragment:
         """Names of the extra model outputs, `policy_version` among them."""
         return tuple(name for name in self.columns if name not in RECORDED and name != Columns.OBS)
 
+    def stored_columns(self, extra: Sequence[str] | None, purpose: str) -> dict[str, Tree]:
+        """Columns for a store: observations, what is recorded of each step, policy versions and extra outputs.
+
+        extra      names of the outputs; None: all
+        purpose    of an output, for errors, such as "which is to be written"
+
+        Raises ColumnError for an output that is not there.
+        """
+        kept = self.extra_columns if extra is None else (*extra, Columns.POLICY_VERSION)
+        names = (Columns.OBS, *RECORDED, *kept)
+        if missing := [name for name in names if name not in self.columns]:
+            outputs = ", ".join(self.extra_columns)
+            raise ColumnError(f"the fragment has no output {missing[0]!r}, {purpose}; its outputs: {outputs}")
+        return {name: self.columns[name].tree for name in names}
+
     @property
     def policy_version(self) -> int:
         """The oldest policy version that an action of this fragment was computed with."""

@@ -199,10 +199,10 @@ class SocketLoop(Generic[P]):
             self._poll.register(peer.fileno(), peer.mask)
             self.write(peer)
 
-    def write(self, peer: P) -> None:
+    def write(self, peer: P | None) -> None:
         """Send what there is to send, as much as the socket takes, and wait for it to take the rest."""
         with self.lock:
-            if not peer.mask:
+            if peer is None or not peer.mask:
                 return
             peer.transport.write()
             mask = select.POLLIN | (select.POLLOUT if peer.transport.waits_to_write else 0)
@@ -210,10 +210,10 @@ class SocketLoop(Generic[P]):
                 peer.mask = mask
                 self._poll.modify(peer.fileno(), mask)
 
-    def drop(self, peer: P, until: Callable[[], float] | None = None) -> None:
+    def drop(self, peer: P | None, until: Callable[[], float] | None = None) -> None:
         """Send what may be a last word, and close, as `Transport.close` does; again does nothing."""
         with self.lock:
-            if not peer.mask:
+            if peer is None or not peer.mask:
                 return
             peer.transport.write()
             peer.mask = 0

@@ -268,6 +268,9 @@ class Gateway:
 
         envs, role    where they are expected, and what they are to be
 
+        hosts      hosts that are there, or may come back, by the token of their session
+        host_of    gives the host that a lane is, or was, on
+
     The thread that runs the rollout calls `service` when `fileno` can be read. While that is busy with something else
     for long, a thread does, so that no host takes this gateway for dead: what came then makes `fileno` readable as
     well. `news` gives what has happened.
@@ -277,6 +280,8 @@ class Gateway:
         require("a rollout whose environments are on other hosts", (select, "epoll"))
         envs.take()
         self._registry = Registry(role, envs.max_hosts)
+        self.hosts: Mapping[bytes, RemoteHost] = self._registry.hosts
+        self.host_of = self._registry.host_of
         self._envs, self._limits = envs, envs.endpoint.limits
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, HostPeer, max_strangers=_MOST_STRANGERS)
@@ -290,11 +295,6 @@ class Gateway:
             target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
         )
         self._tender.start()
-
-    @property
-    def hosts(self) -> Mapping[bytes, RemoteHost]:
-        """Hosts that are there, or may come back, by the token of their session."""
-        return self._registry.hosts
 
     def fileno(self) -> int:
         """Descriptor that can be read once there is something to do for `service`, or something new for `news`."""
@@ -351,15 +351,13 @@ class Gateway:
         """Let a host say again how far it is."""
         with self._lock, suppress(WireError):  # its connection is lost: the next one begins with a credit
             host.connection.give(1)
-            self._write(host.connection)
+            self._loop.write(self._loop.peer_of(host.connection))
 
     def expel(self, host: RemoteHost, error: WireError) -> None:
         """Have a host leave that has sent what it must not."""
         with self._lock:
             host.connection.refuse(error.code, str(error))
-            peer = self._loop.peer_of(host.connection)
-            if peer is not None:
-                self._loop.drop(peer)
+            self._loop.drop(self._loop.peer_of(host.connection))
             self._registry.leave(host, str(error))
 
     def wake(self) -> None:
@@ -369,10 +367,6 @@ class Gateway:
     def next_number(self, lane: int) -> int:
         """The number of a lane's next request."""
         return self.host_of(lane).session.next_number(lane)
-
-    def host_of(self, lane: int) -> RemoteHost:
-        """The host that a lane is, or was, on."""
-        return self._registry.host_of(lane)
 
     def close(self, reason: str = "the rollout has ended") -> None:
         """Say goodbye to all hosts, and close every socket."""
@@ -421,13 +415,8 @@ class Gateway:
             else:
                 raise
             return False
-        self._write(host.connection)
+        self._loop.write(self._loop.peer_of(host.connection))
         return True
-
-    def _write(self, connection: wire.GatewayConnection) -> None:
-        peer = self._loop.peer_of(connection)
-        if peer is not None:
-            self._loop.write(peer)
 
     def tend(self) -> None:
         """Look after the sockets if nobody has for a while."""
@@ -478,7 +467,11 @@ class Gateway:
         """Take in a host that has proved itself: a new one, or one that comes back. Raises WireError for others."""
         host = self.hosts.get(hello.session)
         if host is not None:
-            self._take_back(peer, host, now)
+            peer.connection.welcome(host.session, credits=1)
+            old, peer.host = self._loop.peer_of(host.connection), host
+            self._loop.dialler.welcomed(peer.dialled)
+            self._registry.take_back(host, peer.connection, now)
+            self._loop.drop(old)
             return
         for before in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
             self._registry.leave(before, "it was started again")
@@ -488,15 +481,6 @@ class Gateway:
         peer.host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
         self._loop.dialler.welcomed(peer.dialled)
         self._registry.join(peer.host)
-
-    def _take_back(self, peer: HostPeer, host: RemoteHost, now: float) -> None:
-        peer.connection.welcome(host.session, credits=1)
-        old = self._loop.peer_of(host.connection)
-        peer.host = host
-        self._loop.dialler.welcomed(peer.dialled)
-        self._registry.take_back(host, peer.connection, now)
-        if old is not None:
-            self._loop.drop(old)
 
 
 def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
