@@ -13,9 +13,9 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, autoreset_mode, nothing
+from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError, noted, shown
 from rollflow.stream.data.space import check_columnar
 

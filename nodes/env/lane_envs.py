@@ -13,7 +13,6 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.env.env_source import given_by
 from rollflow.nodes.env.multi_agent_env import (
     AgentInfos,
@@ -26,6 +25,7 @@ from rollflow.nodes.env.multi_agent_env import (
 )
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of, number_of
 from rollflow.nodes.env.stepping import Turn, close_failed, nothing
+from rollflow.stream.data.closing import Closing, close_all, closing_on_error
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError, located, noted, shown
 from rollflow.stream.data.infos import copied

@@ -7,9 +7,9 @@ from threading import get_ident
 from typing import Any
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
+from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, noted
 from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.graph.seeding import seed_for

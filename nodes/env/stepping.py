@@ -16,7 +16,6 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 from optree import PyTreeSpec
 
-from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import (
     CHECKED_STEPS,
     STEP_GIVES,
@@ -29,6 +28,7 @@ from rollflow.nodes.env.observation_check import (
     refuse_misfit,
     rewards_of,
 )
+from rollflow.stream.data.closing import close_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
 from rollflow.stream.data.space import is_columnar, item_of, row_of

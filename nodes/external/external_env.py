@@ -17,12 +17,12 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import TAKEN_ACTION
 from rollflow.nodes.env.observation_check import misfit_of
 from rollflow.nodes.env.remote.env_host import EnvHost
 from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of

@@ -11,11 +11,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rollflow.nodes.argument_checks import check_numbers, checked_count
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import RemoteRollouts
 from rollflow.nodes.env.workers.worker_process import pickled, refuse_in_worker
 from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
 from rollflow.nodes.launch.program import serve_rollouts
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import SEE, EnvError, shown
 from rollflow.stream.net.backoff import Reminder, pause_s
 from rollflow.stream.wire import TcpAddress, parse_address

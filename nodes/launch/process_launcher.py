@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
+from rollflow.stream.data.closing import closing_on_error
 
 _MOST_BYTES = 1 << 14  # of what it has written
 _LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read

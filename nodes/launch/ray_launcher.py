@@ -9,8 +9,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.launch.process_launcher import Handle, ProgramProcess
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import RunError
 
 _ENDING_S = 1.0  # for programs that are ending by themselves

@@ -12,11 +12,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_numbers
-from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.multi_agent_env import adapted, agent_spaces
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
+from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import PolicyError, refused, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
@@ -26,6 +25,7 @@ from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
 from rollflow.nodes.stages.acting import Acting, acting_for
 from rollflow.nodes.stages.module_set import AgentsActing, agents_acting_for
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, ModuleError, shown
 from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
 from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector

@@ -15,7 +15,6 @@ import anyio
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_flags, is_whole
-from rollflow.nodes.closing import closing_on_error, holding_interrupts, noting_in
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
@@ -31,6 +30,7 @@ from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
 from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates, RolloutIterator
+from rollflow.stream.data.closing import closing_on_error, holding_interrupts, noting_in
 from rollflow.stream.data.errors import GraphError, RunError, shown
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.graph.background import AtWork
@@ -487,18 +487,22 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """Have the next round of a loop ready to be handed out; False if no more fragments come."""
         rounds, expected = self._rounds, "with Rollout(...) as rollout: around it, or rollout.start()"
         drive = self._entered(is_first, expected)
-        if not rounds.is_gathered or rounds.is_empty:
-            with self._raising_when_closed():
-                rounds.gather(drive.next, drive.release)
+        with self._raising_when_closed():
+            for _ in rounds.missing(drive.release):
+                with rounds.noting_failure():
+                    fragment = drive.next()
+                rounds.take(fragment, drive.release)
         return self._is_round_ready()
 
     async def next_round_async(self, *, is_first: bool) -> bool:
         """Have the next round ready, as `next_round` does, in an event loop."""
         rounds, expected = self._rounds, "async with Rollout(...) as rollout: around it"
         drive = self._entered(is_first, expected, is_async=True)
-        if not rounds.is_gathered or rounds.is_empty:
-            with self._raising_when_closed():
-                await rounds.gather_async(drive.next_async, drive.release)
+        with self._raising_when_closed():
+            for _ in rounds.missing(drive.release):
+                with rounds.noting_failure():
+                    fragment = await drive.next_async()
+                rounds.take(fragment, drive.release)
         return self._is_round_ready()
 
     def _entered(self, is_first: bool, expected: str, *, is_async: bool = False) -> Driver:

@@ -1,7 +1,7 @@
 """Rounds of a loop: how old fragments may be, how far the ring runs ahead of the reader, and what is handed out."""
 
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
@@ -230,9 +230,10 @@ class FragmentRounds(Generic[F]):
         self._returns(fragment)
         self.checks(fragment)
 
-    def take(self, fragment: F | NoFragment, release: Callable[[Sequence[int]], None]) -> None:
-        """Take a fragment of the ring; one that is empty, or too old, is given back at once."""
-        if isinstance(fragment, NoFragment):
+    def take(self, fragment: F | NoFragment | None, release: Callable[[Sequence[int]], None]) -> None:
+        """Take a fragment of the ring, None if no more come; one that is empty, or too old, is given back at once."""
+        self.is_gathered = fragment is None
+        if fragment is None or isinstance(fragment, NoFragment):
             return
         self.note(fragment)
         self._given[fragment.lane] = fragment.sequence + 1
@@ -248,44 +249,27 @@ class FragmentRounds(Generic[F]):
             self._waiting.append(fragment)
             self._taken.append(fragment.lane)
 
-    def gather(self, take: Callable[[], F | NoFragment | None], release: Callable[[Sequence[int]], None]) -> None:
-        """Take the fragments of a round.
+    def missing(self, release: Callable[[Sequence[int]], None]) -> Iterator[None]:
+        """Ask for the fragments of a round, one at each step of the iterator; none while some are to be handed out.
 
-        take       gives the next fragment; None: no more come
         release    gives lanes back a fragment each, of which they may make another
 
-        Raises what `take` raises, and RunError after it has raised.
+        Raises RunError once a fragment could not be had.
         """
-        self._begin(release)
-        while not self.is_full:
-            with self._noting_failure():
-                fragment = take()
-            if fragment is None:
-                break
-            self.take(fragment, release)
-        self.is_gathered = True
-
-    async def gather_async(
-        self, take: Callable[[], Awaitable[F | NoFragment | None]], release: Callable[[Sequence[int]], None]
-    ) -> None:
-        """Take the fragments of a round, as `gather` does, in an event loop."""
-        self._begin(release)
-        while not self.is_full:
-            with self._noting_failure():
-                fragment = await take()
-            if fragment is None:
-                break
-            self.take(fragment, release)
-        self.is_gathered = True
-
-    def _begin(self, release: Callable[[Sequence[int]], None]) -> None:
+        if self.is_gathered and not self.is_empty:
+            return
         if self._failure is not None:
             raise RunError(f"the rollout can't go on: {self._failure}; expected another one to be made")
         if self.is_empty:
             self.give_back(release)
+        self.is_gathered = False
+        while not (self.is_full or self.is_gathered):
+            yield
+        self.is_gathered = True
 
     @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def noting_failure(self) -> Iterator[None]:
+        """Keep an error that the block raises: no more fragments come."""
         try:
             yield
         except Exception as error:

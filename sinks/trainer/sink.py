@@ -192,7 +192,7 @@ class TrainerSink:
         self._gate: PaceGate  # holds the rollout back, and knows its lanes as a trainer is to know them
         self._seen: BatchObserver  # sees its fragments where train batches are sent
         self._can_be_paced = sends == "fragments"
-        self._makers: list[Any] = []  # the nodes before the sink that know which fragments a batch is made of
+        self._makers: list[Any] = []  # methods of nodes before the sink: the origins of a batch
         sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
             link,
@@ -332,7 +332,7 @@ class TrainerSink:
         Raises GraphError where there can't be what is to be sent.
         """
         makers = [node for node in sources if node is not self._rollout]
-        self._makers = [node for node in makers if hasattr(node, "origins_of")]
+        self._makers = [node.origins_of for node in makers if hasattr(node, "origins_of")]
         if self._sends == "batches" and not makers:
             raise GraphError(
                 "fragments come to a sink with sends='batches', expected a LearnerPipeline between it and the rollout, "

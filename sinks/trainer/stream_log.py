@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.sinks.trainer.rollout_peer import BatchItem
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.observe.run_socket import RunSocket
 from rollflow.stream.observe.trace import FragmentTrace, Record, Trace, open_trace

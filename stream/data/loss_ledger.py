@@ -1,13 +1,13 @@
 """Ledger of lost transitions: fragments that a run still holds when it ends count as lost, with the cause.
 
 Every part of a run that may hold items has a method `held()`: channels, chains, inlets and outlets, and nodes that keep
-items. When a run ends, `Losses.declare` asks all of them. Each fragment has an `Origin`, which counts its transitions
-as lost at most once, at the rollout that cut it.
+items. When a run ends, it asks all of them. Each fragment has an `Origin`, which counts its transitions as lost at most
+once, at the rollout that cut it.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollflow.stream.data.tree import leaves_of
@@ -99,52 +99,27 @@ class BatchOrigins:
                 yield from origins
 
 
-def origins_of(item: Any, nodes: Sequence[Any] = ()) -> Iterator[Origin]:
-    """The origins of an item: a fragment, a batch that one of the `nodes` has made, or a sequence of these."""
+Makers = Sequence[Callable[[Any], Iterable[Origin]]]
+"""Methods `origins_of` of nodes that make batches: they give the origins of a batch's fragments."""
+
+
+def origins_of(item: Any, makers: Makers = ()) -> Iterator[Origin]:
+    """The origins of an item: a fragment, a batch that one of the makers has made, or a sequence of these."""
     if isinstance(item, list | tuple):
         for each in item:
-            yield from origins_of(each, nodes)
+            yield from origins_of(each, makers)
     elif (origin := getattr(item, "origin", None)) is not None:
         if isinstance(origin, Origin):
             yield origin
     else:
-        for node in nodes:
-            yield from node.origins_of(item)
+        for of_batch in makers:
+            yield from of_batch(item)
 
 
-class Losses:
-    """Counts the losses of a run through the nodes of its graph.
-
-    makers      nodes with `origins_of`: they make batches
-    holders     nodes with `held`: they may hold items
-    counting    nodes with `take_ending`: they count losses
-
-    are_counted    whether any node counts losses
-    """
-
-    def __init__(self, *, makers: Sequence[Any], holders: Sequence[Any], counting: Sequence[Any]) -> None:
-        self._makers, self._holders, self._counting = makers, holders, counting
-        self.are_counted = bool(counting)
-
-    def drop(self, item: Any) -> None:
-        """Count an item that an edge has dropped."""
-        self._lose(item, DROPPED)
-
-    def declare(self, holders: Iterable[Any], error: BaseException | None) -> None:
-        """Count the items that a run holds when it ends, and call its nodes' `take_ending(cause)`.
-
-        holders    parts of the run that may hold items, beside its nodes
-        error      the error that ended the run; None: there was none
-        """
-        cause = cause_of(error)
-        for holder in (*holders, *self._holders):
-            self._lose(list(holder.held()), cause)
-        for node in self._counting:
-            node.take_ending(cause)
-
-    def _lose(self, item: Any, cause: str) -> None:
-        for origin in origins_of(item, self._makers):
-            origin.lose(cause)
+def lose(item: Any, cause: str, makers: Makers) -> None:
+    """Count an item, as `origins_of` takes it, as lost."""
+    for origin in origins_of(item, makers):
+        origin.lose(cause)
 
 
 def cause_of(error: BaseException | None) -> str:

@@ -19,8 +19,9 @@ import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
 
+from rollflow.stream.data.closing import noting_in
 from rollflow.stream.data.errors import GraphError, RunError
-from rollflow.stream.data.loss_ledger import Losses
+from rollflow.stream.data.loss_ledger import DROPPED, cause_of, lose
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
 from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
@@ -50,11 +51,8 @@ class Run:
 
     def __init__(self, graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None = None) -> None:
         self.graph = graph
-        makers, holders, counting = (
-            [spec.node for spec in graph.nodes.values() if method in spec.methods]
-            for method in ("origins_of", "held", "take_ending")
-        )
-        self._losses = Losses(makers=makers, holders=holders, counting=counting)
+        self._makers = [origins_of for _, origins_of in graph.having("origins_of")]
+        self._is_counting = bool(graph.having("take_ending"))
         self.channels: dict[Edge, Channel[Any]] = {
             edge: Channel(edge.name, edge.capacity or 1, edge.overflow, self._lose_at(edge))
             for edge in (*graph.edges, *graph.outputs.values())
@@ -154,7 +152,11 @@ class Run:
         """
         self.doctor.stop()
         failure = self._error
-        self._losses.declare(self._holding, error or failure)
+        cause = cause_of(error or failure)
+        for held in (*(part.held for part in self._holding), *(held for _, held in self.graph.having("held"))):
+            lose(list(held()), cause, self._makers)
+        for _, take_ending in self.graph.having("take_ending"):
+            take_ending(cause)
         self._holding.clear()
         self.end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
         self.counters.end()
@@ -366,12 +368,15 @@ class Run:
 
     def _lose_at(self, edge: Edge) -> Callable[[Any], None] | None:
         """The function that counts items dropped by an edge; None: no node counts, or the items also go elsewhere."""
-        is_counted = self._losses.are_counted and is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
-        return self._losses.drop if is_counted else None
+        is_counted = self._is_counting and self._is_only_way(edge)
+        return partial(lose, cause=DROPPED, makers=self._makers) if is_counted else None
 
     def _is_spare(self, edge: Edge) -> bool:
         """True if the items of an edge may be dropped, and also go elsewhere."""
-        return edge.overflow != "block" and not is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
+        return edge.overflow != "block" and not self._is_only_way(edge)
+
+    def _is_only_way(self, edge: Edge) -> bool:
+        return is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
 
     def _hold(self, name: str, *parts: Any) -> None:
         """Have the items in parts of a node count as held, unless all that come to it are spare."""
@@ -468,9 +473,11 @@ async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str]
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         failure = _distinct(group)
-        _close_after(run, failure)
+        with noting_in(failure):
+            run.close(failure)
     except BaseException as error:
-        _close_after(run, error)
+        with noting_in(error):
+            run.close(error)
         raise
     else:
         run.close()
@@ -481,14 +488,6 @@ async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str]
         finally:
             failure.__context__ = context
             del failure, context  # whose tracebacks refer to this frame
-
-
-def _close_after(run: Run, error: BaseException) -> None:
-    """Close the nodes of a failed run; an error of that becomes a note on the first one."""
-    try:
-        run.close(error)
-    except Exception as closing:
-        error.add_note(f"and then, when the nodes were closed: {closing!r}")
 
 
 def _distinct(group: BaseExceptionGroup[BaseException]) -> BaseException:

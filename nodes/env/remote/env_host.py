@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checking_keywords, is_whole
-from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
 from rollflow.nodes.env.environments import AgentEnvSource, agent_makers, check_numbers
 from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
@@ -20,6 +19,7 @@ from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.stepping import Stepped, close_failed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
 from rollflow.nodes.env.workers.stand_ins import description_of
+from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree

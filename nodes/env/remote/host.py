@@ -13,10 +13,10 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
-from rollflow.nodes.closing import Closing, close_all, noting_in
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.stream import wire
+from rollflow.stream.data.closing import Closing, close_all, noting_in
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder

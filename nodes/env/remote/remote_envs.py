@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from rollflow.nodes.closing import closing_on_error
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
 from rollflow.stream.wire import Address, Limits, SharedAddress, TcpAddress, UnixAddress, check_secret, parse_address
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import cloudpickle
 
-from rollflow.nodes.closing import closing_on_error
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.system import at_fork
 from rollflow.stream.net import backoff

@@ -186,13 +186,13 @@ def read(rollout: Any, *, learns: bool) -> tuple[int, list[Any], BaseException]:
 
 def tell_gathering(rollout: Any, gathering: threading.Event) -> None:
     """Set an event once the rollout gathers a round for its reader."""
-    gather = rollout._rounds.gather
+    missing = rollout._rounds.missing
 
-    def told_gather(*args: Any) -> None:
+    def told_missing(*args: Any) -> Iterator[None]:
         gathering.set()
-        gather(*args)
+        return missing(*args)
 
-    rollout._rounds.gather = told_gather
+    rollout._rounds.missing = told_missing
 
 
 @pytest.mark.parametrize("kind", KINDS)

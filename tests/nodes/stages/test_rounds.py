@@ -1,7 +1,7 @@
 """Rounds of one fragment of every lane: whatever the lanes' speeds, none is older than the bound, and none waits."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -102,6 +102,11 @@ class SimulatedRing:
         return given
 
 
+def gather(rounds: Any, take: Callable[[], Any], release: Callable[[Sequence[int]], None]) -> None:
+    for _ in rounds.missing(release):
+        rounds.take(take(), release)
+
+
 @given(lanes=st.integers(1, 4), ahead=st.integers(0, 2), data=st.data())
 def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
     rounds = rounds_of(lanes, ahead)
@@ -110,7 +115,7 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
     handed: list[Given] = []
     for _ in range(12):
-        rounds.gather(ring.take, credits.release)
+        gather(rounds, ring.take, credits.release)
         of_round = list(rounds.hand_out())
         lanes_of_round = [fragment.lane for fragment in of_round]
         assert len(set(lanes_of_round)) == len(lanes_of_round)
@@ -118,7 +123,7 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
         handed += of_round
         lag.version += 1
     while of_round:  # those of later rounds, at the end
-        rounds.gather(lambda: None, credits.release)
+        gather(rounds, lambda: None, credits.release)
         of_round = list(rounds.hand_out())
         handed += of_round
     assert len({(fragment.lane, fragment.sequence) for fragment in handed}) == len(handed)
@@ -133,10 +138,10 @@ def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
         rounds.lane_joined(1)
         return next(given)
 
-    rounds.gather(take, lambda lanes: None)
+    gather(rounds, take, lambda lanes: None)
     assert [each.lane for each in rounds.hand_out()] == [0, 1]
     rounds.lane_gone(1, 1)
-    rounds.gather(lambda: None, lambda lanes: None)
+    gather(rounds, lambda: None, lambda lanes: None)
     assert [(each.lane, each.sequence) for each in rounds.hand_out()] == [(0, 1)]
 
 
@@ -147,7 +152,7 @@ def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
     assert not rounds.is_full
     rounds.lane_joined(1)
     given = iter([NoFragment(0), Given(1, 0, 0)])
-    rounds.gather(lambda: next(given), lambda lanes: None)
+    gather(rounds, lambda: next(given), lambda lanes: None)
     assert [each.lane for each in rounds.hand_out()] == [1]
 
 
@@ -188,7 +193,7 @@ def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed
     ring = AbsentLanes(Random(seed), simulated, credits)
     handed: list[Given] = []
     for _ in range(12):
-        rounds.gather(ring.take, credits.release)
+        gather(rounds, ring.take, credits.release)
         of_round = list(rounds.hand_out())
         assert 1 <= len(of_round) <= lanes
         handed += of_round
