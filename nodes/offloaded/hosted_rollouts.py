@@ -85,15 +85,35 @@ class HostedLane(RemoteLane):
         self.first_pulse = self.pulse if self.failures > 0 or not self.reported else -1
         self.turns, self.since, self.is_in_vain = self.turns + 1, clock(), False
 
-    def take(self, start: int, steps: int, most: int) -> None:
-        """Take down so many steps since a start, of which `most` fit into a fragment. Raises WireError if not."""
+    def take(self, start: int, steps: int, fragment_length: int) -> None:
+        """Take down so many steps since a start. Raises WireError where they don't fit into a fragment."""
         if start < self.start:
             raise WireError(f"start {start}, expected {self.start} or more", "fragment")
         if start != self.start:
             self.start, self.reported, self.made = start, 0, 0
-        if steps > self.reported + most:
-            raise WireError(f"{steps} steps, expected at most {self.reported + most}", "fragment")
+        most = self.reported + fragment_length * self.lane.steps_under_way
+        if steps > most:
+            raise WireError(f"{steps} steps, expected at most {most}", "fragment")
         self.made = steps  # a word may be older than the last fragment
+
+    @property
+    def has_no_step(self) -> bool:
+        """True where it makes no step: its host may come back with what was made, as long as it has not left."""
+        return self.phase is not LanePhase.STEPPING or self.is_in_vain
+
+    def lose(self, reason: str) -> int:
+        """Transitions that the host has told of and not given, and those of a step that was under way."""
+        lost = self.unreported
+        # A step was under way, unless the environments have not begun, or the host has begun none.
+        is_asked = self.phase in (LanePhase.STEPPING, LanePhase.LATE)
+        if is_asked and self.made and not (self.is_in_vain or self.host.has_drained):
+            lost += self.lane.steps_under_way
+        self.made = self.reported
+        return lost
+
+    def lose_idle(self) -> int:
+        """Nothing is lost with a lane whose host left between two turns."""
+        return 0
 
 
 class HostRollouts(HostedNode, OffloadedRollouts):
@@ -177,8 +197,8 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         where = f"fragment {answer.number} of lane {remote.index}"
         remote.phase = LanePhase.STEPPING  # also where it was late
         try:
-            report = account_of(answer.rest, self._steps_of(remote))
-            remote.take(report.start, report.steps, self._steps_of(remote) * self.fragment_length)
+            report = account_of(answer.rest, remote.lane.steps_under_way)
+            remote.take(report.start, report.steps, self.fragment_length)
             fragment = self._fragment_of(answer, report)
         except WireError as error:
             self._expel(remote.host, error, where)
@@ -213,29 +233,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         remote.note(reason)
         logger.warning("lane %d is late: %s", remote.index, reason)
 
-    def lose(self, remote: Any, reason: str) -> int:
-        """Transitions that the host has told of and not given, and those of a step that was under way."""
-        lost: int = remote.unreported
-        # A step was under way, unless the environments have not begun, or the host has begun none.
-        is_asked = remote.phase in (LanePhase.STEPPING, LanePhase.LATE)
-        if is_asked and remote.made and not (remote.is_in_vain or remote.host.has_drained):
-            lost += self._steps_of(remote)
-        remote.made = remote.reported
-        return lost
-
-    def lose_idle(self, remote: Any) -> int:
-        """Nothing is lost with a lane whose host left between two turns."""
-        return 0
-
-    def has_no_step(self, remote: Any) -> bool:
-        """True where a lane makes no step: its host may come back with what was made, as long as it has not left."""
-        return remote.phase is not LanePhase.STEPPING or remote.is_in_vain
-
     # Inside
-
-    def _steps_of(self, remote: HostedLane) -> int:
-        """The most transitions of a vector step of a lane."""
-        return int(remote.num_slots * self.acting.most_agents)
 
     def _hear(self, remote: HostedLane, answer: Fragment, report: RolloutReport, where: str) -> None:
         """Hand on what a host says beside a fragment."""
@@ -324,7 +322,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self.gateway.give_credit(event.host)
 
     def _take_progress_of(self, remote: HostedLane, progress: LaneProgress) -> None:
-        remote.take(progress.start, progress.steps, self.fragment_length * self._steps_of(remote))
+        remote.take(progress.start, progress.steps, self.fragment_length)
         is_alive = progress.pulse != remote.pulse
         remote.pulse, remote.is_in_vain = progress.pulse, progress.is_in_vain
         if is_alive and remote.phase is LanePhase.LATE:

@@ -27,14 +27,15 @@ class TurnToken:
     """Token that goes round in place of a lane that is somewhere else: each turn of it is a fragment.
 
     fragment    that it came back with; None where it has none
+    steps_under_way    transitions of a vector step, at most
     step        the run's vector step at which its next fragment begins, by which schedules go
     """
 
     at_start = True
 
-    def __init__(self, index: int, num_slots: int, step: int) -> None:
+    def __init__(self, index: int, steps_under_way: int, step: int) -> None:
         self.index = index
-        self.num_slots = num_slots
+        self.steps_under_way = steps_under_way
         self.step = step
         self.sequence = 0  # of the next fragment
         self.fragment: Fragment | MultiAgentFragment | None = None
@@ -185,7 +186,7 @@ class OffloadedRollouts(LaneSource):
 
     def _token(self, index: int, num_slots: int) -> TurnToken:
         """The token of a lane that begins: at the step that the run has come to."""
-        token = TurnToken(index, num_slots, max(self.vector_steps, self._first_step))
+        token = TurnToken(index, num_slots * self.acting.most_agents, max(self.vector_steps, self._first_step))
         self.lanes = [*self.lanes, token]
         return token
 

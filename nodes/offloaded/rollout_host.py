@@ -53,14 +53,69 @@ class _Outdated(BaseException):
 
 
 @dataclass(slots=True, eq=False)
+class RolloutSession:
+    """What a rollout has told a host, from its welcome on.
+
+    settings     None: they are yet to come
+    published    module id -> version and weights
+    fresh        ids of modules whose weights have come through the connection that there is now
+    states       of connectors by pipeline; None: there are none
+    acting       lane -> what acts in it, where published weights go to
+    changed      held while any of these changes
+    """
+
+    settings: RolloutSettings | None = None
+    published: dict[Any, tuple[int, policy_weights.Weights]] = field(default_factory=dict)
+    fresh: set[Any] = field(default_factory=set)
+    states: Mapping[str, Any] | None = None
+    acting: dict[Any, Replica] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def is_equipped(self) -> bool:
+        """True with settings, states and weights, which come in this order."""
+        return self.settings is not None and self.settings.module.keys() <= self.fresh
+
+    def resume(self) -> None:
+        """Go on through another connection: the next turns wait for the weights that come through it.
+
+        Those that came through the last one may not have been the newest, nor the connectors' states.
+        """
+        with self.changed:
+            self.fresh.clear()
+
+    def publish(self, version: int, weights: dict[str, Any], module_id: str | None = None) -> None:
+        """Use these weights from the next forward pass on; the id is None where there is one module.
+
+        Raises ModuleError where they are not the module's, and WireError where they come before the settings.
+        """
+        with self.changed:
+            if self.settings is None:
+                raise WireError("weights before settings, expected them after", "order")
+            module = DEFAULT_MODULE_ID if module_id is None else module_id
+            if module not in self.settings.module:
+                expected = sorted(self.settings.module)
+                raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
+            self.published[module] = version, weights
+            self.fresh.add(module)
+            for replica in self.acting.values():
+                replica.put({module: (version, weights)})
+            self.changed.notify_all()
+
+    def take_states(self, states: Mapping[str, Any]) -> None:
+        """Have the connectors go on from these states, by pipeline, from the next turns on."""
+        for name in () if self.settings is None else self.settings.pieces:
+            if not isinstance(states.get(name), dict):
+                raise WireError(f"states: {name} is {shown(states.get(name))}, expected a map of states")
+        self.states = states
+
+
+@dataclass(slots=True, eq=False)
 class LaneSession:
     """Session of a lane with a rollout, from its welcome on; None as the grant: there is no rollout.
 
-    published      module id -> version and weights
-    fresh          ids of modules whose weights have come through the connection that there is now
-    states         of connectors by pipeline
-    are_new        whether these are to be taken over before the next turn
-    replica        where published weights go to, once it acts
+    told           what the rollout has told the host
+    states         of connectors that were taken over last
     cut            number of the last turn that is to end
     progress       how far the lane is
     turn           number of the last turn
@@ -72,12 +127,8 @@ class LaneSession:
     """
 
     grant: LaneGrant | None
-    settings: RolloutSettings | None = None
-    published: dict[Any, tuple[int, policy_weights.Weights]] = field(default_factory=dict)
-    fresh: set[Any] = field(default_factory=set)
+    told: RolloutSession
     states: Mapping[str, Any] | None = None
-    are_new: bool = False
-    replica: Replica | None = None
     cut: int = 0
     progress: LaneProgress = LaneProgress()  # noqa: RUF009  # it can't be changed
     turn: int = 0
@@ -86,11 +137,6 @@ class LaneSession:
     starts: int = -1
     sequence: int = 0
     seed: int = 0
-
-    @property
-    def is_equipped(self) -> bool:
-        """True with settings, states and weights, which come in this order."""
-        return self.settings is not None and self.settings.module.keys() <= self.fresh
 
 
 class RolloutLane:
@@ -106,59 +152,18 @@ class RolloutLane:
     def __init__(self, maker: LaneMaker | AgentLaneMaker, act: Act) -> None:
         self._maker, self._act = maker, act
         self._deviations = Deviations(is_logged=False)
-        self._changed = threading.Condition()  # of the session
-        self.session = LaneSession(None)
+        self.session = LaneSession(None, RolloutSession())
         self._has_failed = False
         self._make()
 
     # Called where the socket is
 
-    def begin(self, grant: LaneGrant | None) -> None:
+    def begin(self, grant: LaneGrant | None, told: RolloutSession) -> None:
         """Begin anew, for a rollout that calls this lane so, or for none; what is done for another ends unsaid."""
-        with self._changed:
-            self.session = LaneSession(grant)
-            self._changed.notify_all()
-
-    def resume(self) -> None:
-        """Go on through another connection: the next turn waits for the weights that come through it.
-
-        Those that came through the last one may not have been the newest, nor the connectors' states.
-        """
-        with self._changed:
-            self.session.fresh.clear()
-
-    def configure(self, settings: RolloutSettings) -> None:
-        """Take the rollout's settings."""
-        with self._changed:
-            self.session.settings = settings
-
-    def publish(self, version: int, weights: dict[str, Any], module_id: str | None = None) -> None:
-        """Use these weights from the next forward pass on; the id is None where there is one module.
-
-        Raises ModuleError where they are not the module's, and WireError where they come before the settings.
-        """
-        with self._changed:
-            session = self.session
-            if session.settings is None:
-                raise WireError("weights before settings, expected them after", "order")
-            module = DEFAULT_MODULE_ID if module_id is None else module_id
-            if module not in session.settings.module:
-                expected = sorted(session.settings.module)
-                raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
-            session.published[module] = version, weights
-            session.fresh.add(module)
-            if session.replica is not None:
-                session.replica.put({module: (version, weights)})
-            self._changed.notify_all()
-
-    def take_states(self, states: Mapping[str, Any]) -> None:
-        """Have the connectors go on from these states, by pipeline, from the next turn on."""
-        with self._changed:
-            settings = self.session.settings
-            for name in () if settings is None else settings.pieces:
-                if not isinstance(states.get(name), dict):
-                    raise WireError(f"states: {name} is {shown(states.get(name))}, expected a map of states")
-            self.session.states, self.session.are_new = states, True
+        before = self.session.told.changed
+        with before:
+            self.session = LaneSession(grant, told)
+            before.notify_all()
 
     def cut(self, number: int) -> None:
         """Have the turn of this number end now."""
@@ -174,8 +179,9 @@ class RolloutLane:
 
     def answer(self, turn: Turn, session: LaneSession) -> Fragment | Failed | None:
         """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.session is not session or session.is_equipped)
+        told = session.told
+        with told.changed:
+            told.changed.wait_for(lambda: self.session is not session or told.is_equipped)
         try:
             self._check(session)
             return self._fragment(turn, session)
@@ -192,9 +198,9 @@ class RolloutLane:
             logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
             self._has_failed = True
             return Failed.of(turn, error)
-        with self._changed:
-            states, are_new, session.are_new = session.states, session.are_new, False
-        if are_new and states is not None:
+        states = session.told.states
+        if states is not session.states and states is not None:
+            session.states = states
             rollout.take_states(states.values())
         fragment, raised, lost = rollout.turn()
         # What was made in vain takes no number: there is no fragment then.
@@ -222,14 +228,14 @@ class RolloutLane:
             session.is_beginning = False
 
     def _made(self, session: LaneSession, first_step: int) -> LaneRollout:
-        settings, grant = session.settings, session.grant
+        told, grant = session.told, session.grant
+        settings = told.settings
         assert settings is not None
         assert grant is not None
         # Another start goes on with other episodes than the first: the same might fail in the same way.
         session.seed = seed_for(settings.seed, "restart", session.starts) if session.starts else settings.seed
         replica, how = self._act(self.env, settings)
-        with self._changed:
-            states, session.are_new = session.states, False
+        states = session.states = told.states
         if states is not None:  # before the first observations go through
             for name, pipeline in replica.named_pipelines:
                 pipeline.set_state(states[name])
@@ -242,10 +248,10 @@ class RolloutLane:
         plan = LanePlan(environments, session.sequence, first_step, settings.lookback, how)
         site = LaneSite(self.env, deviations=self._deviations)
         rollout = LaneRollout(site, plan, replica, between=partial(self._between, session))
-        with self._changed:
+        with told.changed:
             self._check(session)
-            replica.put(session.published)
-            session.replica = replica  # for what is published from now on
+            replica.put(told.published)
+            told.acting[self] = replica  # for what is published from now on
         return rollout
 
     def _between(self, session: LaneSession) -> None:
@@ -339,6 +345,7 @@ class RolloutHost(Host):
         )
         self.role = "agent_rollout" if self._has_several else "rollout"
         self._ids: list[int] = []  # of the lanes, as the rollout has them
+        self._told = RolloutSession()
         self._reported: dict[int, LaneProgress] = {}
         self._reported_at = 0.0
         super().__init__(self._lanes, name=name, metadata=metadata)
@@ -348,17 +355,16 @@ class RolloutHost(Host):
     def _welcomed(self, welcome: Welcome) -> None:
         self._reported = {}
         if welcome.resumed and self._ids:
-            for lane in self._lanes:
-                lane.resume()
+            self._told.resume()
             return
-        self._ids, self._fatal = [grant.lane for grant in welcome.lanes], None
+        self._ids, self._fatal, self._told = [grant.lane for grant in welcome.lanes], None, RolloutSession()
         for lane, grant in zip(self._lanes, welcome.lanes, strict=True):
-            lane.begin(grant)
+            lane.begin(grant, self._told)
 
     def _dismissed(self) -> None:
-        self._ids = []
+        self._ids, self._told = [], RolloutSession()
         for lane in self._lanes:
-            lane.begin(None)
+            lane.begin(None, self._told)
 
     def _cut_short(self) -> None:
         for lane in self._lanes:
@@ -396,16 +402,12 @@ class RolloutHost(Host):
     def _take(self, news: Message) -> None:
         match news:
             case Settings():
-                settings = RolloutSettings.of_message(news)
-                for lane in self._lanes:
-                    lane.configure(settings)
+                self._told.settings = RolloutSettings.of_message(news)
             case States():
-                for lane in self._lanes:
-                    lane.take_states(news.states)
+                self._told.take_states(news.states)
             case Weights():
                 weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
-                for lane in self._lanes:
-                    lane.publish(news.version, weights, news.module)
+                self._told.publish(news.version, weights, news.module)
             case Cut():
                 self._lanes[self._ids.index(news.lane)].cut(news.number)
 

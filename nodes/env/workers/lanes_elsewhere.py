@@ -50,7 +50,7 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
             self.ask(remote)
             return None
         # It was lost while it was somewhere else: no step is under way.
-        self.lost_steps += self.lose_idle(remote)
+        self.lost_steps += remote.lose_idle()
         if remote.phase is LanePhase.ASIDE:
             self._leaving.append(remote)
         elif not self.is_draining:
@@ -113,7 +113,7 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
         """End a lane's open episodes."""
         self.deadlines.end(remote.index)
         remote.note(reason)
-        self.lost_steps += self.lose(remote, reason)
+        self.lost_steps += remote.lose(reason)
 
     def begin_anew_or_leave(self, remote: Any, traceback: str = "") -> Iterator[Any]:
         """Have a lane that was given up begin anew after a while, longer each time; after too many times it leaves."""
@@ -139,10 +139,10 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
     def _given_up(self) -> Iterator[Any]:
         """The lanes that are waited for and make no step, as no more are asked for."""
         for remote in self.remotes:
-            if remote.is_waited and self.has_no_step(remote):
+            if remote.is_waited and remote.has_no_step:
                 if remote.phase is not LanePhase.READY:
                     reason = f"the rollout ended: {remote.reason or 'it made no step'}"
-                    self.lost_steps += self.lose(remote, reason)
+                    self.lost_steps += remote.lose(reason)
                 yield from LanesElsewhere._leave(self, remote)
 
     # What the place where lanes step says
@@ -169,18 +169,6 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
     @abc.abstractmethod
     def _late(self, remote: Any, text: str) -> Iterator[Any]:
         """Deal with a lane that has not come back in time: lanes that leave."""
-
-    def lose(self, remote: Any, reason: str) -> int:
-        """End what is open in a lane that is lost: how many transitions are lost with it."""
-        return int(remote.lose(reason))
-
-    def lose_idle(self, remote: Any) -> int:
-        """The same of a lane that was lost while it was somewhere else."""
-        return int(remote.lose_idle())
-
-    def has_no_step(self, remote: Any) -> bool:
-        """True where a lane makes no step that is to be waited for, as the rollout is ending."""
-        return bool(remote.has_no_step)
 
     @abc.abstractmethod
     def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:

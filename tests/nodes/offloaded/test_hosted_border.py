@@ -18,7 +18,7 @@ from rollflow import MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.offloaded.lane_rollout import Replica
-from rollflow.nodes.offloaded.rollout_host import RolloutLane
+from rollflow.nodes.offloaded.rollout_host import RolloutLane, RolloutSession
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Fragment, LaneGrant, Settings, States, Turn, Weights
@@ -171,11 +171,11 @@ def test_what_the_next_rollout_tells_is_not_taken_by_the_one_before() -> None:
     settings = RolloutSettings.of_message(Settings(GOOD | {"pieces": pieces()}))
 
     def begin(states: dict[str, Any] | None) -> Any:
-        lane.begin(LaneGrant(0, 1, 0, 0))
-        lane.configure(settings)
+        told = RolloutSession(settings)
+        lane.begin(LaneGrant(0, 1, 0, 0), told)
         if states is not None:
-            lane.take_states(states)
-        lane.publish(0, {"weight": NumberedModule().weight.detach()})
+            told.take_states(states)
+        told.publish(0, {"weight": NumberedModule().weight.detach()})
         return lane.session
 
     answers: list[Any] = []

@@ -71,7 +71,7 @@ def test_newer_weights_are_used_in_the_middle_of_a_fragment(tmp_path: Path) -> N
         for times, version in ((0, 1), (1, 2)):
             await_held(tmp_path, 0, times)
             rollout.publish(weight(version))
-            await_that(lambda version=version: host._lanes[0].session.published["default_policy"][0] == version)
+            await_that(lambda version=version: host._lanes[0].session.told.published["default_policy"][0] == version)
             let_go(tmp_path, 0, times)
         [fragment] = rollout.fragments()
     assert fragment.column("policy_version")[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -224,7 +224,7 @@ def test_each_host_goes_on_from_what_all_have_seen() -> None:
             next(fragments), next(fragments)
         # Each has had the states after the second fragments by now, and its own third on top.
         for lane in (one._lanes[0], other._lanes[0]):
-            filters = lane.session.replica.named_pipelines[0][1].connectors
+            filters = lane.session.told.acting[lane].named_pipelines[0][1].connectors
             [mine] = [piece for piece in filters if isinstance(piece, MeanStdFilter)]
             assert len(mine.get_state()["sources"]) == 2
             assert mine.count >= 2 * 2 * (2 * 10 + 1)
