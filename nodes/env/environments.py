@@ -98,7 +98,8 @@ class Environments(LaneSource):
         self.action_space: gym.Space[Any] = first.single_action_space
         self.chosen_space = self.action_space  # of the module's choices, which are recorded
         for index, vector in enumerate(self.envs):
-            self._check_spaces(vector, index)
+            check_same_space("observation", vector.single_observation_space, self.observation_space, "lane", index)
+            check_same_space("action", vector.single_action_space, self.action_space, "lane", index)
 
     def _check_slot_seeds(self) -> None:
         super()._check_slot_seeds()
@@ -132,13 +133,6 @@ class Environments(LaneSource):
             resets_next_step=autoreset_mode(vector) is AutoresetMode.NEXT_STEP,
             episode_id=EpisodeIds(f"{seed}/rollout/{index}"),
         )
-
-    def _check_spaces(self, env: VectorEnv[Any, Any, Any], index: int) -> None:
-        for kind, space, first in (
-            ("observation", env.single_observation_space, self.observation_space),
-            ("action", env.single_action_space, self.action_space),
-        ):
-            check_same_space(kind, space, first, "lane", index)
 
 
 def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:

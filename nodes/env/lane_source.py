@@ -8,7 +8,7 @@ from typing import Any
 
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import Turn, seeds_for
+from rollflow.nodes.env.stepping import seeds_for
 from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, noted
 from rollflow.stream.graph.meter import CallTimes
@@ -246,13 +246,6 @@ class LaneSource(abc.ABC):
         if resets >= 0:
             calls = int(lane >= 0 and self.lanes[lane - self._first_lane].has_begun_again)
             yield Wait(name, "call", "is in reset()", where=f"lane {resets}", limit="reset", remedy=remedy, calls=calls)
-
-    def tell_resets(self, turns: Sequence[Turn]) -> list[bool]:
-        """Have each lane's function called when a reset within a step begins, and when it has ended.
-
-        Before the first step. Returns, lane by lane, whether a reset can be told from the step that it is in.
-        """
-        return [envs.tell_resets(turn) for envs, turn in zip(self._here, turns, strict=True)]
 
     def close(self) -> None:
         """Close all environments that this node made itself, also where one raises."""

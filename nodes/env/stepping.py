@@ -21,6 +21,7 @@ from rollflow.nodes.env.observation_check import (
     STEP_GIVES,
     Deviations,
     LaneCheck,
+    ObservationRows,
     check_reset,
     info_given,
     kind_of,
@@ -31,8 +32,8 @@ from rollflow.nodes.env.observation_check import (
 from rollflow.stream.data.closing import close_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
-from rollflow.stream.data.space import is_columnar, item_of, row_of
-from rollflow.stream.data.tree import Tree, kind_of as kind_of_rows, leaves_of, map_tree, stack_in, structure_of
+from rollflow.stream.data.space import is_columnar, item_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import env_seed_for
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _one_after_the_other(env: SyncVectorEnv, mode: AutoresetMode, turn: Turn, lo
     """
     envs, space, seen = env.envs, env.action_space, env.single_observation_space
     structure, resets_next = _structure_in(seen), mode is AutoresetMode.NEXT_STEP
-    last_of = _last_observations(seen, structure)
+    last_of = ObservationRows(seen)
     steps, resets = [each.step for each in envs], [each.reset for each in envs]
     for slot in range(len(envs)):
         _look_once(steps, slot, look, "its first step", len(STEP_GIVES))
@@ -318,16 +319,18 @@ def _begun_anew(
     done: NDArray[np.bool_],
     observations: list[Tree],
     infos: list[Any],
-    last_of: Callable[[list[Tree], list[int]], Tree],
+    last_of: ObservationRows,
     turn: Turn,
 ) -> tuple[Tree, SlotInfos]:
     """Reset the slots that are done; return their last observations and infos.
 
     observations, infos    of all slots; those of the slots that are done are replaced by the resets'
-    last_of                see `_last_observations`
+    last_of                makes rows of last observations
     """
     slots = done.nonzero()[0].tolist()
-    last = last_of([observations[slot] for slot in slots], slots)  # before the resets, which may write over them
+    last = last_of(
+        [observations[slot] for slot in slots], lambda place: f"slot {slots[place]}"
+    )  # before the resets, which may write over them
     last_infos: list[dict[str, Any]] = [{}] * len(resets)
     for slot in slots:
         last_infos[slot] = dict(infos[slot] or {})
@@ -335,40 +338,13 @@ def _begun_anew(
     return last, SlotInfos(last_infos)
 
 
-def _last_observations(space: gym.Space[Any], structure: PyTreeSpec) -> Callable[[list[Tree], list[int]], Tree]:
-    """A function of the last observations of slots, and their numbers: one tree of new arrays any[K, ...].
-
-    It raises EnvError, with the slot, for an observation that has no place in the space.
-    """
-    expected = kind_of_rows(row_of(space, 1)) if is_columnar(space) else None
-
-    def stacked(last: list[Tree], slots: list[int]) -> Tree:
-        made = _stacked(last, space, structure, slots)
-        if kind_of_rows(made) != expected:
-            _refuse_misfits(last, space, slots)
-        return made
-
-    return stacked
-
-
-def _refuse_misfits(
-    observations: list[Tree], space: gym.Space[Any], slots: Sequence[int], cause: Exception | None = None
-) -> None:
-    """Raise EnvError for the first of some slots' observations that has no place in their space."""
-    for slot, observation in zip(slots, observations, strict=True):
-        if (text := misfit_of(space, observation)) is not None:
-            raise EnvError(f"slot {slot}: {text}").see("spaces") from cause
-
-
 def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
     """The structure of observations in a space, where an environment may give lists for arrays."""
     return structure_of(item_of(space) if is_columnar(space) else 0)
 
 
-def _stacked(
-    observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec, slots: Sequence[int] | None = None
-) -> Tree:
-    """One tree of new arrays any[K, ...] from the observations of slots; None: of all.
+def _stacked(observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec) -> Tree:
+    """One tree of new arrays any[N, ...] from the observations of all slots.
 
     Raises EnvError, with the slot, for observations that can't be stacked since one has no place in the space.
     """
@@ -377,7 +353,9 @@ def _stacked(
             return np.array(observations)
         return stack_in(structure, observations)
     except (TypeError, ValueError, RuntimeError) as error:  # tensors raise others than numpy
-        _refuse_misfits(observations, space, range(len(observations)) if slots is None else slots, error)
+        for slot, observation in enumerate(observations):
+            if (text := misfit_of(space, observation)) is not None:
+                raise EnvError(f"slot {slot}: {text}").see("spaces") from error
         raise
 
 
@@ -388,8 +366,7 @@ def _next_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
 def _same_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
     """SAME_STEP: an ended episode's last observation is in `infos["final_obs"]`."""
 
-    space = env.single_observation_space
-    last_of = _last_observations(space, _structure_in(space))
+    last_of = ObservationRows(env.single_observation_space)
 
     def step(actions: Tree) -> Stepped:
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
@@ -431,9 +408,7 @@ _STEPS: Mapping[AutoresetMode, Callable[[VectorEnv[Any, Any, Any], Turn], Step]]
 }
 
 
-def _final_rows(
-    infos: Mapping[str, Any], slots: NDArray[np.int64], last_of: Callable[[list[Tree], list[int]], Tree]
-) -> Tree:
+def _final_rows(infos: Mapping[str, Any], slots: NDArray[np.int64], last_of: ObservationRows) -> Tree:
     """The last observations any[K, ...] of slots that ended, i64[K], in new arrays."""
     try:
         final = infos["final_obs"]
@@ -447,7 +422,7 @@ def _final_rows(
     if all(isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject for leaf in leaves_of(final)):
         return map_tree(lambda leaf: leaf[slots], final)
     each = slots.tolist()
-    return last_of([map_tree(lambda leaf, i=i: leaf[i], final) for i in each], each)
+    return last_of([map_tree(lambda leaf, i=i: leaf[i], final) for i in each], lambda place: f"slot {each[place]}")
 
 
 def close_failed(env: Any) -> None:

@@ -39,7 +39,10 @@ class LaneLink(LaneStatus, abc.ABC):
     maker       what its environments are made by, pickled
     node        that the lane is of
     activity    of its environments, as the worker says it
+    worker      its process, and the lanes that share it
     """
+
+    worker: "Worker"
 
     def __init__(self, index: int, maker: Any, node: LaneSource) -> None:
         super().__init__(index, LanePhase.MAKING)
@@ -236,7 +239,6 @@ class WorkerNode(LanesElsewhere):
         require("a rollout in worker processes", (socket, "AF_UNIX"), (socket, "send_fds"), (select, "poll"))
         self._asked_workers = workers
         self._workers: list[Worker] = []
-        self._worker_of: list[Worker] = []  # by lane
         self._logged: deque[str] = deque(maxlen=16)  # tracebacks, each of which is logged once
         # With functions of this class, which take the node, and nothing that refers to the node itself.
         self._selector = selectors.DefaultSelector()
@@ -258,8 +260,9 @@ class WorkerNode(LanesElsewhere):
         self.remotes += [self.link_of(lane, maker, itself) for lane, maker in enumerate(makers)]
         left = iter(self.remotes)
         for size in sizes_of(len(makers), min(self._asked_workers or core_count(), len(makers))):
-            self._workers.append(Worker(list(islice(left, size))))
-            self._worker_of += [self._workers[-1]] * size
+            self._workers.append(worker := Worker(list(islice(left, size))))
+            for link in worker.links:
+                link.worker = worker
         for worker in self._workers:
             self._start_process(worker)
         return [stand_in_for(self._first_answer(link)) for link in self.remotes]
@@ -294,7 +297,7 @@ class WorkerNode(LanesElsewhere):
     def progress(self, lane: int) -> ProgressMark:
         """A lane's; while its worker is at another lane that of the other: the time of its own is yet to begin."""
         link = self.remotes[lane]
-        worker = self._worker_of[lane]
+        worker = link.worker
         if len(worker.links) == 1:
             return link.progress
         link = worker.at_work(link)
@@ -310,7 +313,7 @@ class WorkerNode(LanesElsewhere):
         self.watch(remote)
 
     def _set_out(self, remote: LaneLink) -> Iterator[Any]:
-        worker = self._worker_of[remote.index]
+        worker = remote.worker
         if worker.process is None:
             self._start_process(worker)
         else:
@@ -323,7 +326,7 @@ class WorkerNode(LanesElsewhere):
 
     def _late(self, remote: LaneLink, text: str) -> Iterator[Any]:
         """Kill the process of a lane that is late: all its lanes are lost."""
-        worker = self._worker_of[remote.index]
+        worker = remote.worker
         link = worker.at_work(remote)
         reason = link.late_with(text)
         lanes = [each.index for each in worker.links if each.phase is not LanePhase.ASIDE]
@@ -338,7 +341,7 @@ class WorkerNode(LanesElsewhere):
         self.check_any_left()
 
     def _waits_for(self, remote: LaneLink, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
-        worker, doing = self._worker_of[remote.index], remote.doing
+        worker, doing = remote.worker, remote.doing
         at_work, process = worker.at_work(remote), worker.process
         if at_work is not remote and at_work.is_waited:
             return  # the worker is at another of its lanes
@@ -374,7 +377,7 @@ class WorkerNode(LanesElsewhere):
     def _heard_from(self, link: LaneLink) -> Iterator[Any]:
         frames = link.receive()
         if frames is None:
-            yield from self._process_lost(self._worker_of[link.index])
+            yield from self._process_lost(link.worker)
         else:
             yield from self._all_answered(link, frames)
 
@@ -467,7 +470,7 @@ class WorkerNode(LanesElsewhere):
             if left is not None and left <= 0:
                 within = f"{timeout:g} s, Timeouts(reset=…), the start of their process included"
                 raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")
-            process = self._worker_of[link.index].process
+            process = link.worker.process
             assert process is not None
             watched: list[Any] = [link.sock, process] if process.fileno() >= 0 else [link.sock]
             if not connection.wait(watched, left):

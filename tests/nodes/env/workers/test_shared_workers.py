@@ -72,7 +72,8 @@ class Link(LaneLink):
 
 def test_a_lane_that_waits_for_its_turn_has_the_time_of_the_lane_that_has_it() -> None:
     links = [Link(0, LanePhase.RESETTING), Link(1, LanePhase.STEPPING)]
-    progress = partial(WorkerNode.progress, Mock(remotes=links, _worker_of=[Worker(links)] * 2))
+    links[0].worker = links[1].worker = Worker(list(links))
+    progress = partial(WorkerNode.progress, Mock(remotes=links))
     assert progress(1) == (1, Activity.STEP)
     links[0].activity.set_at_work(True)
     waits = progress(1)
