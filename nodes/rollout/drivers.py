@@ -161,7 +161,7 @@ class InlineDriver(_RingDriver):
             self.run.interrupt()
             is_in_main_thread = self._reader == threading.main_thread().ident
             raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if is_in_main_thread and raises and self.run.is_in_call:
+            if is_in_main_thread and raises and self.run.chain.mark[1] >= 0:  # in a call
                 signal.pthread_kill(self._reader, signal.SIGINT)
 
     def close(self, error: BaseException | None) -> None:

@@ -113,7 +113,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def explain(self) -> str:
         """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
         self._prepare_lanes()
-        text = self._execution.explain(self._credits)
+        text = self._execution.drawn(self._credits).explain()
         return f"{text}\n{self.placement}" if self.placement else text
 
     def _ring(self, gates: Sequence[Gate]) -> Graph:
@@ -611,17 +611,17 @@ class Execution:
         self._seed, how = options.seed, options.pass_options
         self._is_here = not isinstance(environments, OffloadedRollouts)
         self.counting: Any
-        of_lanes = environments.num_lanes, options.num_fragments, ledger, self._relay
+        of_lanes = {"num_lanes": environments.num_lanes, "num_fragments": options.num_fragments}
+        of_lanes |= {"ledger": ledger, "relay": self._relay}
         if self._is_here:
-            named = dict(zip(("num_lanes", "num_fragments", "ledger", "relay"), of_lanes, strict=True))
-            self.counting, forward, act = acting.stages(environments, how, metrics, **named)
+            self.counting, forward, act = acting.stages(environments, how, metrics, **of_lanes)
             largest = max(env.num_envs for env in environments.envs) * acting.most_agents
             self._stages = self.counting, joint_forward(forward, largest, options.forward), act
         else:
             environments.act_with(acting, how, metrics, self._relay)
-            self.counting = emitter(*of_lanes)
+            self.counting = emitter(**of_lanes)
 
-    def _drawn(self, gate: Gate | None) -> Graph:
+    def drawn(self, gate: Gate | None) -> Graph:
         """The ring with a gate, to which no stage reports."""
         if self._is_here:
             return ring_of(self._environments, *self._stages, gate)
@@ -630,11 +630,7 @@ class Execution:
     def ring(self, gates: Sequence[Gate]) -> Graph:
         """The ring, with the output `fragments`; the gates let a lane go on: to its next step, or its next turn."""
         self._relay.take(gates)
-        return self._drawn(self._relay.gate)
-
-    def explain(self, gate: Gate) -> str:
-        """A text on the ring with a gate; no stage reports to the gate."""
-        return self._drawn(gate).explain()
+        return self.drawn(self._relay.gate)
 
     def let_go(self) -> None:
         """Let go of the gates: the run is over."""

@@ -14,10 +14,8 @@ from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
 from rollflow.nodes.stages.module_forward import note_batch
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
-from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane, Slots
@@ -132,8 +130,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
     modules      what joint pieces see as `rl_module`; the others see the one whose agents they are given
     joint        pieces that see all agents together, before the others; None: there are none
     metrics      what the pieces see as `metrics`
-
-    The other parameters are those of `EnvToModule`.
+    of_lanes     keywords of `CuttingStage`
     """
 
     def __init__(
@@ -142,13 +139,10 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         modules: "AgentsActing",
         *,
         joint: JointPieces | None = None,
-        num_lanes: int = 1,
-        num_fragments: int | None = None,
         metrics: Any = None,
-        ledger: Ledger | None = None,
-        relay: LaneGates | None = None,
+        **of_lanes: Any,
     ) -> None:
-        super().__init__(PreparedAgents, num_lanes, num_fragments, ledger, relay)
+        super().__init__(PreparedAgents, **of_lanes)
         self.pipelines, self._joint = pipelines, joint
         self._modules, self._metrics = modules, metrics
 

@@ -69,17 +69,19 @@ def batch_of(
 class CuttingStage(Generic[L, P]):
     """Lanes that come by a stage, with one agent in each environment or several, and the fragments cut from them.
 
-    result    makes the stage's result of a lane for the next stage, or None, and a fragment, or None
-
-    The other parameters are those of `EnvToModule`.
+    result           makes the stage's result of a lane for the next stage, or None, and a fragment, or None
+    num_lanes        lanes that come by
+    num_fragments    after so many fragments a lane stops; None: it never does
+    ledger           counts the fragments that are cut; None: they are not counted
+    relay            told of lanes that give no more fragments; None: nothing is
     """
 
     def __init__(
         self,
         result: Callable[[Any, Any], P],
-        num_lanes: int,
-        num_fragments: int | None,
-        ledger: Ledger | None,
+        num_lanes: int = 1,
+        num_fragments: int | None = None,
+        ledger: Ledger | None = None,
         relay: "LaneGates | None" = None,
     ) -> None:
         self._result = result
@@ -150,14 +152,11 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
 
     The cut comes after the pipeline, so that a fragment's last observation has been through it as all others have.
 
-        pipeline         may change the observations of the lane's episodes, and makes the forward batch
-        module           what the pieces see as `rl_module`
-        explore          what the pieces see as `explore`
-        num_lanes        lanes that come by
-        num_fragments    after so many fragments a lane stops; None: it never does
-        metrics          what the pieces see as `metrics`
-        ledger           counts the fragments that are cut; None: they are not counted
-        relay            told of lanes that give no more fragments; None: nothing is
+        pipeline    may change the observations of the lane's episodes, and makes the forward batch
+        module      what the pieces see as `rl_module`
+        explore     what the pieces see as `explore`
+        metrics     what the pieces see as `metrics`
+        of_lanes    keywords of `CuttingStage`
     """
 
     def __init__(
@@ -165,16 +164,12 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         pipeline: EnvToModulePipeline,
         module: Any,
         *,
-        num_lanes: int = 1,
         explore: bool = True,
-        num_fragments: int | None = None,
         metrics: Any = None,
-        ledger: Ledger | None = None,
-        relay: "LaneGates | None" = None,
+        **of_lanes: Any,
     ) -> None:
-        super().__init__(PreparedBatch, num_lanes, num_fragments, ledger, relay)
+        super().__init__(PreparedBatch, **of_lanes)
         self.pipeline = pipeline
-        self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
         self._module, self._explore, self._metrics = module, explore, metrics
         self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
         self._is_compared = False
@@ -217,7 +212,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         assert ended is not None
         if self.pipeline.changes_episodes:
             ended.settle(lane.observation_spaces[0])
-            self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
+            shared_data = dict(lane.shared_data)
+            self.pipeline.run(self._module, {}, ended, self._explore, shared_data, self._metrics)
         lane.commit_ended()
 
     def compare_with_train_batch(self, batch: Batch) -> None:

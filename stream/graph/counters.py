@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.chain import Chain
-from rollflow.stream.graph.meter import NodeMeter, WaitAttribution, clock
+from rollflow.stream.graph.meter import CallTimes, NodeMeter, WaitAttribution, clock
 from rollflow.stream.graph.node import Background, wait_at
 from rollflow.stream.graph.report import Report, report_of
 from rollflow.stream.observe.stacks import StackFrame, stack_of_coroutine, stack_of_thread
@@ -43,7 +43,10 @@ class RunCounters:
 
     def __init__(self, graph: "Graph", channels: "Mapping[Edge, Channel[Any]]" = MappingProxyType({})) -> None:
         self.graph, self._channels = graph, channels
-        self.nodes = graph.meters()
+        calls = {
+            name: getattr(spec.node, "call_times", None) for name, spec in graph.nodes.items()
+        }  # of calls elsewhere
+        self.nodes = {name: NodeMeter(name, calls=times or CallTimes()) for name, times in calls.items()}
         self.caller, self.holders = NodeMeter(CALLER), WaitAttribution()
         self.learner: NodeMeter | None = None
         self.outputs: Mapping[str, Output[Any]] = {}
@@ -69,11 +72,11 @@ class RunCounters:
             self.ended_at,
             nodes,
             [channel.meter for channel in self._channels.values()],
-            graph.harmless(),
-            frozenset(holders),
             lambda: self.under_way,
             graph.slowest_pieces(),
-            graph.report_notes(),
+            harmless=graph.harmless(),
+            holders=frozenset(holders),
+            notes=tuple(note for spec in graph.nodes.values() for note in getattr(spec.node, "report_notes", ())),
         )
 
     @property

@@ -14,7 +14,6 @@ from typing import Any
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, shape
-from rollflow.stream.graph.meter import CallTimes, NodeMeter
 from rollflow.stream.graph.node import Composite, Gate, check_gate, methods_of
 from rollflow.stream.graph.port import (
     Edge,
@@ -239,21 +238,10 @@ class Graph:
             if method in (methods := self.nodes[name].methods)
         ]
 
-    def report_notes(self) -> tuple[str, ...]:
-        """Sentences of rollflow's nodes for a report."""
-        return tuple(note for spec in self.nodes.values() for note in getattr(spec.node, "report_notes", ()))
-
     def slowest_pieces(self) -> dict[str, str]:
         """Node -> name of the connector piece that took most of its time, for those that run pieces."""
         found = {name: getattr(spec.node, "slowest_piece", "") for name, spec in self.nodes.items()}
         return {name: piece for name, piece in found.items() if piece}
-
-    def meters(self) -> dict[str, NodeMeter]:
-        """A meter for each node; a node that works elsewhere has `call_times` of its own."""
-        return {
-            name: NodeMeter(name, calls=getattr(spec.node, "call_times", None) or CallTimes())
-            for name, spec in self.nodes.items()
-        }
 
     def place_of(self, name: str) -> Where:
         """Where a node is called: as it was asked for; else a sink behind edges that drop in a thread, others inline.

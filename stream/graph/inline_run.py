@@ -13,7 +13,6 @@ from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.node import close_nodes
-from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.waits import Look
 
@@ -28,7 +27,7 @@ class InlineRun:
         counters    meters of the nodes; who asks for the outputs counts by that of the caller
         chain       the chain of all nodes
 
-    `next_outputs` raises a node's error, or KeyboardInterrupt, as it is; after that, RunError.
+    `next_outputs` raises a node's error, or KeyboardInterrupt, as it is; then the run can only be closed.
 
     A context manager, which closes the nodes at its end. Raises GraphError for a graph that needs an event loop.
     """
@@ -49,7 +48,6 @@ class InlineRun:
         self.counters = RunCounters(graph)
         self.chain = Chain(graph, graph.flow_order(), self.counters.nodes, mark)
         self.counters.chains.append(self.chain)
-        self._failure: BaseException | None = None
         self.bell, self._is_answering = Wakeup(), is_answering
         self._waiter = Waiter(self.chain.background, self.bell)
         self._state = "new"
@@ -86,20 +84,8 @@ class InlineRun:
         """
         if self._state not in ("running", "finished"):
             raise RunError(f"graph '{self.graph.name}' is not running: it is {self._state}")
-        if self._failure is not None:
-            failure = f"{type(self._failure).__name__}: {self._failure}"
-            raise RunError(
-                f"graph '{self.graph.name}' can't go on: it has failed with {failure}; expected another one to be made"
-            ) from self._failure
-        self.chain.thread = get_ident()
-        try:
-            return self._outputs()
-        except BaseException as error:
-            self._failure = error
-            raise
-
-    def _outputs(self) -> list[tuple[str, Any]]:
         chain = self.chain
+        chain.thread = get_ident()
         while not chain.pending and not self._is_interrupted:
             if self._steps is not None and self._step():
                 if self._is_answering:
@@ -160,24 +146,15 @@ class InlineRun:
             yield
         yield from chain.finish()
 
-    @property
-    def is_in_call(self) -> bool:
-        """True while a node is being called, rather than waited for. From any thread."""
-        return self.chain.mark[1] >= 0
-
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
         return self.counters.look() if self._state in ("running", "finished") else None
-
-    def report(self) -> Report:
-        """A report of the counts so far."""
-        return self.counters.report()
 
     def close(self) -> None:
         """Call every node's `close()`, and let go of all items. A second call does nothing."""
         if self._state != "closed":
             self._state = "closed"
-            self._failure = self._steps = None  # an error's traceback refers to this run
+            self._steps = None
             try:
                 close_nodes(self.graph)
             finally:

@@ -186,17 +186,16 @@ def report_of(
     ended_ns: int | None,
     nodes: Iterable[NodeMeter],
     edges: Iterable[EdgeMeter],
-    harmless: frozenset[str] = frozenset(),
-    holders: frozenset[str] = frozenset(),
     under_way: Callable[[], Mapping[str, int]] = dict,
     pieces: Mapping[str, str] = _NO_PIECES,
-    notes: tuple[str, ...] = (),
+    **more: Any,
 ) -> Report:
     """Make a report of the meters' current values.
 
     ended_ns     None: the run goes on
     under_way    gives node -> nanoseconds since its current call began
     pieces       node -> its slowest connector piece
+    more         further fields of the report
     """
     read = [(node, node.read()) for node in nodes]
     edges_read = [(edge, edge.read()) for edge in edges]
@@ -215,4 +214,4 @@ def report_of(
         )
         for edge, (item_ns, full_ns) in edges_read
     ]
-    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless, holders, notes)
+    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), **more)

@@ -189,7 +189,7 @@ def test_a_ring_drawn_by_hand_gives_fragments(options: dict[str, int], lookback:
     act = ModuleToEnv(ModuleToEnvPipeline.default(*spaces_of), module)
     with InlineRun(ring_of(environments, prepare, ModuleForward(module, PolicyWeights(module)), act, None)) as run:
         [(_, first), (_, second)] = [*run.next_outputs(), *run.next_outputs()]
-        assert [node.items for node in run.report().nodes if node.name == "env"] == [10]
+        assert [node.items for node in run.counters.report().nodes if node.name == "env"] == [10]
     assert [(each.lane, each.layout.lookback) for each in (first, second)] == [(0, lookback), (1, lookback)]
 
 

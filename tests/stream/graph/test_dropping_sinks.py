@@ -91,7 +91,7 @@ def test_the_report_names_a_slow_node_if_and_only_if_it_holds_others_back(
     graph = graph_with(HeldOn() if gives else Held(), overflow, where)
     slow, learner = NodeMeter("slow"), NodeMeter("learner")
     slow.busy_ns, learner.busy_ns = 950_000_000, 150_000_000
-    report = report_of(0, 10**9, [learner, slow], [], graph.harmless())
+    report = report_of(0, 10**9, [learner, slow], [], harmless=graph.harmless())
     is_harmless = where == "thread" and overflow != "block"
     assert report.bottleneck == ("learner" if is_harmless else "slow")
     conclusion = "held back by learner (busy 15% of 1.0 s)" if is_harmless else "held back by slow (busy 95% of 1.0 s)"

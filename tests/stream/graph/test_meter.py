@@ -230,7 +230,7 @@ def test_where_none_is_at_work_none_holds_the_others_back() -> None:
     assert report_of(0, 10**9, [*waiting, meter("c", 0, 200)], []).bottleneck == "b"
     # Those that have no time left over.
     assert report_of(0, 10**9, [meter(name, 30) for name in "abcd"], []).bottleneck == "a"
-    harmless = report_of(0, 10**9, [*waiting, meter("log", 900)], [], frozenset({"log"}))
+    harmless = report_of(0, 10**9, [*waiting, meter("log", 900)], [], harmless=frozenset({"log"}))
     assert harmless.bottleneck is None
 
 

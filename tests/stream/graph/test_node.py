@@ -7,6 +7,7 @@ from graph_rows import Gate, Ring, drawn
 
 from rollflow import Graph
 from rollflow.stream import GraphError
+from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.node import Background, Observable, Processor, Sink, Source, node_methods
 from rollflow.stream.graph.port import read_node
@@ -87,9 +88,9 @@ def test_a_background_node_may_hasten() -> None:
 def test_what_changes_is_read_when_it_is_asked_for() -> None:
     node, graph = Node(report_notes=["one"]), Graph()
     graph.add(it=node)
-    assert graph.report_notes() == ("one",)
+    assert RunCounters(graph).report().notes == ("one",)
     node.report_notes = ["one", "two"]  # type: ignore[attr-defined]
-    assert graph.report_notes() == ("one", "two")
+    assert RunCounters(graph).report().notes == ("one", "two")
 
 
 def gated(gate: Any) -> Graph:
