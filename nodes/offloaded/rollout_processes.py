@@ -53,7 +53,6 @@ class RolloutLink(LaneLink):
         self.untaken = 0
         self.lost: str | None = None
         self.stages: list[list[Any]] = []
-        self._failure: Mapping[str, Any] | None = None  # that the last fragment tells of
         self._has_told = False  # whether the last fragment of the worker that is being lost says itself why
         self._states: SharedBlock | None = None  # of connectors, that the worker was told last
         self._reported = 0  # by the worker as it is now
@@ -121,15 +120,10 @@ class RolloutLink(LaneLink):
             return True
         return False
 
-    @property
-    def failure(self) -> Mapping[str, Any] | None:
-        """Error that the last fragment told of, which has what was made until then."""
-        return self._failure
-
     def fail(self, failure: Mapping[str, Any]) -> int:
         """Take an error that the worker told of: how many transitions were under way."""
         self.forget_progress()
-        self._has_told = failure is self._failure
+        self._has_told = failure is self.failure
         if not self._has_told:
             self.lost = f"{failure['type']}: {failure['text']}"
         return int(failure.get("lost_steps", 0))
@@ -141,9 +135,9 @@ class RolloutLink(LaneLink):
         self.lost = None
         self.steps += fields["steps"] - self._reported
         self._reported, self.stages = fields["steps"], fields["nodes"]
-        self.phase, self._failure = LanePhase.READY, None
+        self.phase, self.failure = LanePhase.READY, None
         if "failure" in fields:
-            self._failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
+            self.failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
         else:
             self.failures = 0
         self.node.take_message(self.index, fields)

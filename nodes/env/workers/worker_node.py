@@ -40,9 +40,11 @@ class LaneLink(LaneStatus, abc.ABC):
     node        that the lane is of
     activity    of its environments, as the worker says it
     worker      its process, and the lanes that share it
+    failure     error that the last answer told of, beside what it gave; None: of none
     """
 
     worker: "Worker"
+    failure: Mapping[str, Any] | None = None
 
     def __init__(self, index: int, maker: Any, node: LaneSource) -> None:
         super().__init__(index, LanePhase.MAKING)
@@ -87,11 +89,6 @@ class LaneLink(LaneStatus, abc.ABC):
         for kind, text in fields.get("deviations", ()):
             self.node.deviations.add(kind, where + text)
         return fields
-
-    @property
-    def failure(self) -> Mapping[str, Any] | None:
-        """Error that the last answer told of, beside what it gave."""
-        return None
 
     @property
     def has_made_steps(self) -> bool:
