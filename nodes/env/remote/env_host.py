@@ -1,6 +1,6 @@
 """`EnvHost`: environments on this host, for a rollout on another, and the lanes that they are."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checking_keywords, is_whole
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
 from rollflow.nodes.env.environments import AgentEnvSource, agent_makers, check_numbers
-from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
+from rollflow.nodes.env.lane_envs import LaneEnvs, first_made, with_first
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
@@ -33,16 +33,6 @@ _WORDS = {
     "agents": "list of agents",
     "parts": "list of the agents' parts",
 }
-
-
-def all_made(lanes: Iterable[Any]) -> list[Any]:
-    """The lanes of a host, each made in turn; where one can't be made, or differs, those before it are closed."""
-    made: list[Any] = []
-    with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
-        for lane in lanes:
-            made.append(lane)  # noqa: PERF402  # for the closing, where the next one raises
-        check_alike(made)
-    return made
 
 
 def check_alike(lanes: Sequence[Any]) -> None:
@@ -203,21 +193,19 @@ def made_lanes(
         for name, value in {} if has_several or of_agents is None else of_agents.items():
             if value is not None:
                 raise EnvError(f"{name} is for environments with several agents; expected it to be left out")
-        if has_several:
-            return all_made(_of_agents(agent_makers(given, num_envs, lanes), num_envs, lanes, make)), True
-        makers = lane_makers(given, num_envs, lanes, autoreset_mode)
-        return all_made(make(maker, index) for index, maker in enumerate(makers)), False
-
-
-def _of_agents(
-    makers: Iterable[AgentLaneMaker], num_envs: int | None, lanes: int | None, make: Callable[[Any, int], Any]
-) -> Iterator[Any]:
-    envs = list[LaneEnvs]()
-    for index, maker in enumerate(makers):
-        lane = make(replace(maker, first_env=sum(each.num_envs for each in envs)), index)
-        yield lane
-        envs.append(lane.env)
-    check_numbers(num_envs, lanes, envs)
+        makers: Sequence[Any] = (
+            agent_makers(given, num_envs, lanes) if has_several else lane_makers(given, num_envs, lanes, autoreset_mode)
+        )
+        made: list[Any] = []
+        with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
+            for index, maker in enumerate(makers):
+                if has_several:
+                    maker = replace(maker, first_env=sum(lane.env.num_envs for lane in made))
+                made.append(make(maker, index))
+            if has_several:
+                check_numbers(num_envs, lanes, [lane.env for lane in made])
+            check_alike(made)
+        return made, has_several
 
 
 def _sent(agent: Any) -> str | int:
