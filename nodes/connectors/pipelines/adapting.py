@@ -241,20 +241,27 @@ def check_fits(left: Any, expected: Any, name: str, connectors: object) -> None:
     name          "observation", which a policy takes, or "action", which an environment takes
     connectors    that leave the items
     """
-    given, wanted = ([leaf.path for leaf in leaves_within(each, name)] for each in (left, expected))
-    problems = [f"{path} is not taken" for path in given if path not in wanted]
-    try:
-        rules = FieldMap(name, left, expected, {path: path for path in wanted}).rules
-        # Whole numbers beyond a Box's bounds are clipped.
-        problems += _misfits_of_values(
-            rule for rule in rules if not (isinstance(rule.target.space, spaces.Box) and rule.sources[0].is_whole)
-        )
-    except ConnectorError as error:
-        problems.append(str(error))
-    if problems:
+    if problems := list(_misfits(left, expected, name)):
         taker = "policy" if name == "observation" else "environment"
         text = f"{name}s in {left} come out of {connectors}, but the {taker} takes {expected}; expected connectors for"
         raise ConnectorError("\n  ".join([f"{text} these:", *problems]))
+
+
+def _misfits(left: Space, expected: Space, name: str) -> Iterator[str]:
+    given, wanted = ({leaf.path: leaf for leaf in leaves_within(each, name)} for each in (left, expected))
+    yield from (f"{path} in {leaf.space} is missing" for path, leaf in wanted.items() if path not in given)
+    for path, leaf in given.items():
+        own = wanted.get(path)
+        if own is None:
+            yield f"{path} in {leaf.space} is not taken"
+        elif leaf.shape != own.shape:
+            yield f"{path} has shape {list(leaf.shape)}, expected shape {list(own.shape)}"
+        elif not (np.can_cast(leaf.dtype, own.dtype, "same_kind") or (leaf.is_whole and own.is_whole)):
+            yield f"{path} has dtype {leaf.dtype}, expected dtype {own.dtype}"
+        elif not any(isinstance(each.space, spaces.Box) for each in (leaf, own)):
+            (low, high), (least, most) = leaf.bounds(), own.bounds()
+            if (low < least).any() or (high > most).any():
+                yield f"{path} is in {leaf.space}, expected {own.space}"
 
 
 def _piece_of(

@@ -14,7 +14,8 @@ from gymnasium.wrappers import TransformAction, TransformObservation
 from hypothesis import given, strategies as st
 
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy
-from rollflow.nodes import AdaptActions, DefaultModule, FlattenObservations, PrevActionsPrevRewards
+from rollflow.nodes import AdaptActions, DefaultModule, FlattenObservations, LambdaConnector, PrevActionsPrevRewards
+from rollflow.nodes.connectors.pipelines.adapting import check_fits
 from rollflow.policy import OnnxPolicy
 from rollflow.stream import ConnectorError
 
@@ -281,8 +282,33 @@ def test_connectors_of_ones_own_stand_around_the_policys() -> None:
     before = old.evaluate("CartPole-v1", 2).returns
     np.testing.assert_array_equal(adapted.evaluate(new_cart_pole, 2).returns, before)
     with pytest.raises(
-        ConnectorError, match=r"come out of .*, but the policy takes .*\n.*shape \[6\], expected \[4\] of observation"
+        ConnectorError, match=r"come out of .*, but the policy takes .*\n.*shape \[6\], expected shape \[4\]"
     ):
         old.adapted(new_cart_pole(), [FlattenObservations()], [with_one])
-    with pytest.raises(ConnectorError, match=r"the environment takes .*\n.*, expected \[2\] of action"):
+    with pytest.raises(ConnectorError, match=r"the environment takes .*\n.*, expected shape \[2\]"):
         old.adapted(new_cart_pole(), [Halved()], [AdaptActions(space=spaces.Discrete(3), fields={"action": "action"})])
+
+
+PARTS = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Discrete(2)})
+
+
+@pytest.mark.parametrize(
+    ("left", "expected", "problem"),
+    [
+        (box(*[(-1.0, 1.0)] * 6), spaces.Box(-1.0, 1.0, (2, 3)), r"observation has shape [6], expected shape [2, 3]"),
+        (spaces.Dict({"a": PARTS["a"]}), PARTS, "observation['b'] in Discrete(2) is missing"),
+        (PARTS, spaces.Dict({"a": PARTS["a"]}), "observation['b'] in Discrete(2) is not taken"),
+        (box((0.0, 1.0)), box((0, 1), dtype=np.int32), "observation has dtype float32, expected dtype int32"),
+        (spaces.Discrete(3), spaces.Discrete(2), "observation is in Discrete(3), expected Discrete(2)"),
+    ],
+    ids=["shape", "missing", "not taken", "dtype", "number"],
+)
+def test_what_connectors_of_ones_own_leave_is_held_against_the_policy(left: Any, expected: Any, problem: str) -> None:
+    with pytest.raises(ConnectorError) as raised:
+        policy_for(expected).adapted(world(left), [LambdaConnector(lambda episodes: None)])
+    assert str(raised.value).splitlines()[1:] == [f"  {problem}"]
+
+
+@pytest.mark.parametrize("expected", [spaces.Discrete(10), spaces.MultiDiscrete([3, 3])], ids=["one", "two"])
+def test_a_box_of_whole_numbers_fits_where_numbers_are_counted(expected: Any) -> None:
+    check_fits(spaces.Box(0, 255, expected.shape, np.uint8), expected, "action", "a connector")
