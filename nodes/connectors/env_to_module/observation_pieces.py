@@ -85,9 +85,13 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
     ) -> None:
         super().__init__(input_observation_space, input_action_space, **kwargs)
         _, *others = inspect.signature(self.preprocess).parameters.values()
-        needed = [each for each in others if each.default is each.empty or each.name == "episode"]
         # RLlib's older form is `preprocess(observation)` alone. The second parameter may have another name than here.
-        self._episode_as = ["episode" if each.kind is each.VAR_KEYWORD else each.name for each in needed[:1]]
+        needed = (each for each in others if each.default is each.empty or each.name == "episode")
+        parameter = next((each for each in needed if each.kind is not each.VAR_POSITIONAL), None)
+        self._by_place = parameter is not None and parameter.kind is parameter.POSITIONAL_ONLY
+        self._names: list[str] = []
+        if parameter is not None and not self._by_place:
+            self._names = ["episode" if parameter.kind is parameter.VAR_KEYWORD else parameter.name]
 
     @abc.abstractmethod
     def preprocess(self, observation: Any, episode: SingleAgentEpisode) -> Any:
@@ -95,7 +99,8 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
 
     def of_episode(self, episode: SingleAgentEpisode) -> Any:
         preprocess: Any = self.preprocess
-        made = preprocess(episode.get_observations(-1), **dict.fromkeys(self._episode_as, episode))
+        placed = [episode] if self._by_place else []
+        made = preprocess(episode.get_observations(-1), *placed, **dict.fromkeys(self._names, episode))
         if made is None:
             raise ConnectorError(f"{self.name}: preprocess gave None, expected the observation: does it return it?")
         return made

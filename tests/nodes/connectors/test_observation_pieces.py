@@ -68,8 +68,11 @@ def test_a_preprocessor_rewrites_each_last_observation_and_leaves_the_batch() ->
         (lambda self, obs, ep: obs * 0 + len(ep), 0),
         (lambda self, obs, **others: obs * 0 + len(others["episode"]) + 1, 1),
         (lambda self, obs, scale=3.0: obs * scale, 3),
+        (lambda self, obs, *args: obs * 0 + len(args) + 4, 4),
+        (lambda self, obs, *args, **others: obs * 0 + len(others["episode"]) + 5, 5),
+        (lambda self, obs, ep, /: obs * 0 + len(ep) + 6, 6),
     ],
-    ids=["positional", "keywords", "a default"],
+    ids=["positional", "keywords", "a default", "arguments", "arguments and keywords", "by place"],
 )
 def test_a_preprocessors_parameters_may_have_other_names(preprocess: Any, made: int) -> None:
     episode = SingleAgentEpisode(observations=[np.ones(3, np.float32)])
