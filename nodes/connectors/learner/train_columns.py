@@ -247,6 +247,7 @@ class StepsConnector(ConnectorV2):
     looks_ahead    whether it works out what comes after each chunk. It then does nothing for a batch without a
                    step. It raises ConnectorError behind AddOneTsToEpisodesAndTruncate, where episodes have a step
                    that they did not take
+    uses_module    whether it calls the module, which is then in evaluation mode
     """
 
     columnar = True
@@ -254,10 +255,11 @@ class StepsConnector(ConnectorV2):
     changes_episodes = False
     keeps: ClassVar[tuple[str, ...]] = ()
     looks_ahead: ClassVar[bool] = False
+    uses_module: ClassVar[bool] = False
 
     @module_by_module
     def __call__(
-        self, *, rl_module: Any, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any
+        self, *, batch: Batch, episodes: Episodes, rl_module: Any = None, shared_data: SharedData = None, **kwargs: Any
     ) -> Batch:
         there = {column for column in self.keeps if column in batch}
         if not len(episodes) or (there and len(there) == len(self.keeps)):
@@ -269,7 +271,8 @@ class StepsConnector(ConnectorV2):
             )
         steps = TrainSteps(episodes, batch, shared_data)
         if len(steps) or not self.looks_ahead:
-            for column, values in self.columns(steps, evaluating(rl_module)).items():
+            module = evaluating(rl_module) if self.uses_module else rl_module
+            for column, values in self.columns(steps, module).items():
                 if column not in there:
                     steps.put(column, values)
         return batch
@@ -635,6 +638,7 @@ class GeneralAdvantageEstimation(StepsConnector):
     """
 
     looks_ahead = True
+    uses_module = True
 
     gamma: float = 0.99
     lambda_: float = 0.95
@@ -701,6 +705,7 @@ class VTrace(StepsConnector):
 
     keeps = (Columns.VALUE_TARGETS, Columns.ADVANTAGES)
     looks_ahead = True
+    uses_module = True
 
     gamma: float = 0.99
     rho_clip: float = 1.0

@@ -128,7 +128,12 @@ class LearnerConnectorPipeline(_BatchPipeline):
             episodes = []
         if self.lookback:
             self._check_shown(episodes)
-        if any(isinstance(piece, StepsConnector | ConnectorPipelineV2) or piece.is_of_user for piece in self._pieces):
+        if any(
+            isinstance(piece, ConnectorPipelineV2)
+            or piece.is_of_user
+            or (isinstance(piece, StepsConnector) and piece.uses_module)
+            for piece in self._pieces
+        ):
             rl_module = evaluating(rl_module)
         batch = super().__call__(episodes=episodes, rl_module=rl_module, **kwargs)
         _check_lengths(batch, episodes)

@@ -611,6 +611,20 @@ def test_next_observations_and_infos_are_those_of_the_step_after_and_before(opti
     assert [info["number"] for info in batch["infos"]] == (10_000 * before[:, 1] + before[:, 2]).tolist()
 
 
+@pytest.mark.parametrize("name", ["next observations", "returns to go", "three steps", "clipped"])
+def test_a_piece_that_does_not_call_the_module_needs_none_and_makes_no_view_of_it(name: str) -> None:
+    views = []
+
+    class Counting:
+        def eval(self) -> None:
+            views.append(self)
+
+    given: dict[str, Any] = {"batch": {}, "episodes": [episode([1, 2, 4])]}
+    assert PIECES[name]()[0](**given)
+    LearnerConnectorPipeline.default(custom_pieces=PIECES[name]())(rl_module=Counting(), **given)
+    assert views == []
+
+
 def double(batch: Any, episodes: Any, shared_data: Any) -> None:
     """Make twice each observation of `obs`, and of each chunk's last one."""
     for each in episodes:
