@@ -1,5 +1,6 @@
 """Placement: where the environments of a rollout step, and all the rest with them."""
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from rollflow.nodes.env.workers.thread_node import AgentThreads, ThreadEnvironme
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
-from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
@@ -217,7 +217,7 @@ def _options_of_hosts(env: Any, options: RolloutOptions, kind: RolloutKind) -> d
         ).see("started hosts")
     module = options.module
     for module_id, each in (module if isinstance(module, Mapping) else {None: module}).items():
-        if isinstance(each, RLModule):
+        if each is not None and not isinstance(each, type) and not inspect.isfunction(each):
             argument = "module" if module_id is None else f"module[{module_id!r}]"
             raise ModuleError(
                 f"{argument} is a {type(each).__name__} that is made already, and hosts make their own; expected its "

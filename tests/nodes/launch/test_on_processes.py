@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 import psutil
 import pytest
+import torch
 from ending_agent_envs import logs_of
 from leftovers import held_here, processes_of
 from lost_agents import not_emitted
@@ -185,12 +186,13 @@ def ready() -> gym.vector.VectorEnv[Any, Any, Any]:
     ("kind", "env", "options", "told"),
     [
         (Rollout, "CartPole-v1", {"module": NumberedModule()}, "module is a NumberedModule that is made already"),
+        (Rollout, "CartPole-v1", {"module": torch.nn.Linear(4, 2)}, "module is a Linear that is made already"),
         (MultiAgentRollout, telling_agents, {"module": {"a": None, "b": NumberedModule()}}, r"module\['b'\] is a Numb"),
         (Rollout, unpicklable(), {}, "env can't be handed to hosts: .*lock.*; expected an id, or"),
         (Rollout, flat, {"env_to_module_connector": unpicklable()}, "env_to_module_connector can't be handed to hosts"),
         (Rollout, ready(), {}, "env is .*, made already, and hosts make their own; expected a callable"),
     ],
-    ids=["module", "modules", "env", "connector", "ready"],
+    ids=["module", "torch module", "modules", "env", "connector", "ready"],
 )
 def test_what_can_not_go_to_hosts_is_refused(kind: Any, env: Any, options: dict[str, Any], told: str) -> None:
     with pytest.raises((EnvError, ModuleError), match=told):
