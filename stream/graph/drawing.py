@@ -1,5 +1,6 @@
 """Drawings of a graph: an explanation of how it will run, and its shape as plain values."""
 
+from inspect import getattr_static
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,8 @@ def run_snapshot(graph: "Graph", report: Report, diagnosis: Diagnosis) -> dict[s
     """
     found, drawn = report.as_dict(), shape(graph)
     for name, spec in graph.nodes.items():
-        error = getattr(spec.node, "last_error", None)  # of a user's node the name may mean something else
-        if isinstance(error, LastError) and name in found["nodes"]:
+        error = _last_error(spec.node)
+        if error is not None and name in found["nodes"]:
             found["nodes"][name]["last_error"] = error._asdict()
     names = [edge.name for edge in (*graph.edges, *graph.outputs.values())]
     edges = [edge | found["edges"].get(name, {}) for name, edge in zip(names, drawn["edges"], strict=True)]
@@ -99,3 +100,11 @@ def run_snapshot(graph: "Graph", report: Report, diagnosis: Diagnosis) -> dict[s
         "parties": parties,
         "diagnosis": {"state": diagnosis.state, "text": str(diagnosis), "waited_s": diagnosis.waited_s},
     }
+
+
+def _last_error(node: Any) -> LastError | None:
+    """What went wrong last in one of rollflow's own nodes. A user's node may mean something else by the name."""
+    declared = getattr_static(type(node), "last_error", None)
+    is_ours = isinstance(declared, property) and str(getattr(declared.fget, "__module__", "")).startswith("rollflow.")
+    error = node.last_error if is_ours else None
+    return error if isinstance(error, LastError) else None

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
-from rollflow.stream.data.closing import close_all
 from rollflow.stream.data.errors import GraphError
 
 if TYPE_CHECKING:
@@ -295,8 +294,18 @@ def note_node(error: BaseException, name: str) -> None:
 
 
 def close_nodes(graph: "Graph") -> None:
-    """Call `close()` of every node that has it, even if one raises; then raise the first error, which notes others."""
-    close_all((f"node '{name}'", close) for name, close in graph.having("close"))
+    """Call `close()` of every node that has it, even if one raises; then raise the error, or a group of several."""
+    errors: list[Exception] = []
+    for name, close in graph.having("close"):
+        try:
+            close()
+        except Exception as error:
+            note_node(error, name)
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(f"closing graph '{graph.name}'", errors)
 
 
 async def ending_quietly(task: Callable[[], Awaitable[None]]) -> None:

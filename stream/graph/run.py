@@ -19,7 +19,6 @@ import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
 
-from rollflow.stream.data.closing import noting_in
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import DROPPED, cause_of, lose
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
@@ -473,11 +472,9 @@ async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str]
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         failure = _distinct(group)
-        with noting_in(failure):
-            run.close(failure)
+        _close_after(run, failure)
     except BaseException as error:
-        with noting_in(error):
-            run.close(error)
+        _close_after(run, error)
         raise
     else:
         run.close()
@@ -488,6 +485,14 @@ async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str]
         finally:
             failure.__context__ = context
             del failure, context  # whose tracebacks refer to this frame
+
+
+def _close_after(run: Run, error: BaseException) -> None:
+    """Close the nodes of a failed run; an error of that becomes a note on the first one."""
+    try:
+        run.close(error)
+    except Exception as closing:
+        error.add_note(f"and then, when the nodes were closed: {closing!r}")
 
 
 def _distinct(group: BaseExceptionGroup[BaseException]) -> BaseException:

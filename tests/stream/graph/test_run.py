@@ -187,15 +187,23 @@ async def test_every_node_is_closed_even_when_one_close_raises() -> None:
     graph = drawn("source >1 bad", "source >1 good", source=Numbers(1), bad=bad, good=good)
     with pytest.raises(OSError, match="won't close") as raised:
         await ended(graph)
-    assert raised.value.__notes__ == ["while closing node 'bad'"]
+    assert raised.value.__notes__ == ["in node 'bad'"]
     assert (bad.closed, good.closed) == (1, 1)
+
+
+async def test_errors_of_several_nodes_in_closing_are_a_group() -> None:
+    graph = drawn("source >1 bad", "source >1 worse", source=Numbers(1), bad=Bad(), worse=Bad())
+    with pytest.raises(ExceptionGroup, match=f"closing graph '{graph.name}'") as raised:
+        await ended(graph)
+    assert [error.__notes__ for error in raised.value.exceptions] == [["in node 'bad'"], ["in node 'worse'"]]
+    assert all(error.__traceback__ is not None for error in raised.value.exceptions)
 
 
 async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
     graph = drawn("source >1 work > bad", source=Numbers(), work=fails_at(3), bad=Bad())
     with pytest.raises(ValueError, match="3 is too much") as raised:
         await ended(graph)
-    assert raised.value.__notes__ == ["in node 'work'", "closing raised as well: OSError: won't close"]
+    assert raised.value.__notes__ == ["in node 'work'", 'and then, when the nodes were closed: OSError("won\'t close")']
 
 
 async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
@@ -683,9 +691,24 @@ def test_an_inline_run_takes_what_start_and_finish_give_one_by_one() -> None:
         assert [run.next_outputs() for _ in range(3)] == [[("out", -1)], [("out", 0)], []]
 
 
-async def test_a_last_error_of_a_user_s_node_is_not_taken_for_one_of_ours() -> None:
-    class Own(Collect):
-        last_error = "none of ours"
+class WithText(Collect):
+    last_error = "none of ours"
 
-    async with row(numbers=Numbers(1), own=Own()).run() as run:
+
+class WithProperty(Collect):
+    @property
+    def last_error(self) -> str:
+        raise OSError("not read yet")
+
+
+class WithAnyName(Collect):
+    def __getattr__(self, name: str) -> Any:
+        if name == "last_error":
+            raise OSError("no such name")
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("kind", [WithText, WithProperty, WithAnyName])
+async def test_a_last_error_of_a_user_s_node_is_not_taken_for_one_of_ours(kind: type[Collect]) -> None:
+    async with row(numbers=Numbers(1), own=kind()).run() as run:
         assert "last_error" not in run.doctor.snapshot()["nodes"]["own"]
