@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import anyio
 import anyio.abc
 
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.drawing import run_snapshot
@@ -73,10 +74,12 @@ class Tracing:
         poll = select.poll()
         poll.register(asker, select.POLLIN)
         with self._lock, suppress(OSError, ValueError):
-            if self._trace is None and (path.is_file() or not path.exists()):  # to open a pipe may take for ever
+            is_new_or_file = path.is_file() or not path.exists()  # to open a pipe may take for ever
+            if self._trace is None and is_new_or_file and not poll.poll(0):  # who asks is there
                 check_trace(path)
                 file = open_trace(path)
-                asker.sendall(TRACE_BEGUN)
+                with closing_on_error(file.close):
+                    asker.sendall(TRACE_BEGUN)
                 self._begin(file, lambda: not poll.poll(0), asker)
                 return
         _hang_up(asker)

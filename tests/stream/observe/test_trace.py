@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+import warnings
 from collections import Counter
 from pathlib import Path
 from time import perf_counter_ns
@@ -162,6 +163,26 @@ def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_pa
         asker.shutdown(socket.SHUT_WR)
         assert asker.recv(1) == b""
     assert events_of(path)[-1]["name"] == "end of the trace"
+
+
+class Gone(socket.socket):
+    """The end of a connection whose other end goes just before something is sent."""
+
+    def sendall(self, *args: Any) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["before", "when it is told"])
+def test_no_file_is_left_open_for_who_has_asked_and_is_gone(tmp_path: Path, is_gone: bool) -> None:
+    (asker, answers), path, tracing = socket.socketpair(), tmp_path / "run.trace", Tracing(RunCounters(Graph()))
+    with asker, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_gone:
+            asker.close()
+        tracing.serve(Gone(fileno=answers.detach()), path)
+    assert tracing.fragments is None
+    assert path.exists() is not is_gone
+    assert [str(each.message) for each in caught] == []
 
 
 def fragment_of(lane: int, sequence: int) -> Any:
