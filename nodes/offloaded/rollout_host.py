@@ -429,7 +429,7 @@ class RolloutHost(Host):
             how["flat"] = False
         acting: Acting | AgentsActing
         if self._has_several:
-            options |= {"explore": settings.explore, "may_be_stateful": settings.lookback > 0, "acting": how}
+            options |= {"explore": settings.explore, "may_be_stateful": settings.lookback > 0, "how": how}
             acting = agents_acting_for(env.parts, env, module=given, **options, **self._of_agents)
         else:
             spaces = env.single_observation_space, env.single_action_space

@@ -71,7 +71,7 @@ def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
         joint_connector=options.joint_connector,
         explore=options.explore,
         may_be_stateful=options.lookback != 0,
-        acting=options.forward.options,
+        how=options.forward.options,
     )
 
 

@@ -74,6 +74,7 @@ class ActingModule:
     is_checked: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class AgentsActing:
     """The modules of a rollout as they act in environments of several agents each, and their pipelines; see `Acting`.
 
@@ -89,7 +90,7 @@ class AgentsActing:
         env_to_module, module_to_env    default pipelines of each part, with the pieces given
         explore    whether actions are sampled, of all modules or by id; of those that are not named they are
         may_be_stateful    whether fragments keep what a state is known by, when a stateful module is added later
-        acting     how forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
+        how        forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
 
     module     those that are trained, by id
     version_elsewhere    that somebody else has published last, for all that he publishes
@@ -99,28 +100,23 @@ class AgentsActing:
     Raises ModuleError for what are no modules.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        mapping: AgentToModule,
-        parts: tuple[AgentPart, ...],
-        seen: tuple[Any, ...],
-        acted: tuple[Any, ...],
-        joint: JointPieces | None,
-        env_to_module: list[EnvToModulePipeline],
-        module_to_env: list[ModuleToEnvPipeline],
-        model_config: Any,
-        device: Any,
-        seed: int,
-        explore: bool | Mapping[Any, bool],
-        may_be_stateful: bool,
-        acting: Mapping[str, Any],
-    ) -> None:
-        self._mapping = mapping
-        self.parts, self._seen, self._acted = parts, seen, acted
-        self.joint, self.env_to_module, self.module_to_env = joint, env_to_module, module_to_env
-        self._model_config, self._device, self._seed = model_config, device, seed
-        self._how = acting
+    module: Any
+    mapping: AgentToModule
+    parts: tuple[AgentPart, ...]
+    seen: tuple[Any, ...]
+    acted: tuple[Any, ...]
+    joint: JointPieces | None
+    env_to_module: list[EnvToModulePipeline]
+    module_to_env: list[ModuleToEnvPipeline]
+    model_config: Any
+    device: Any
+    seed: int
+    explore: bool | Mapping[Any, bool]
+    may_be_stateful: bool
+    how: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        module, may_be_stateful = self.module, self.may_be_stateful
         self.acting: dict[Any, ActingModule] = {}
         self._past: dict[Any, tuple[int, Tree]] = {}  # of those removed by id: last version, and kind of state
         self._probe_number = count()
@@ -129,26 +125,26 @@ class AgentsActing:
         self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
         self.version_elsewhere = 0
         self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
-        _check_modules(module, mapping, parts)
+        _check_modules(module, self.mapping, self.parts)
         named = module if isinstance(module, Mapping) else {DEFAULT_MODULE_ID: module}
-        if model_config is not None and all(module is not None for module in named.values()):
+        if self.model_config is not None and all(module is not None for module in named.values()):
             raise ModuleError(
                 "model_config is for default modules, but every module is given: expected a None among them, or "
                 "model_config to be given to your modules' constructors instead"
             )
         self._first_ids = frozenset(named)
         self.module = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
-        self._explore, self._may_be_stateful = self._checked_explore(explore), True
+        self.explore, self.may_be_stateful = self._checked_explore(self.explore), True
         for module_id, module in self.module.items():
             self._have_act(module_id, module, self._explores(module_id))
-        self._may_be_stateful = may_be_stateful
+        self.may_be_stateful = may_be_stateful
 
     def __reduce__(self) -> Any:
         acting = self.acting.items()
         given = {module_id: each.module for module_id, each in acting}
         explore = {module_id: each.explore for module_id, each in acting}
-        made_for = given, self._mapping, self.parts, self._seen, self._acted
-        how = None, self._device, self._seed, explore, self._may_be_stateful, self._how
+        made_for = given, self.mapping, self.parts, self.seen, self.acted
+        how = None, self.device, self.seed, explore, self.may_be_stateful, self.how
         return AgentsActing, (*made_for, self.joint, self.env_to_module, self.module_to_env, *how)
 
     @property
@@ -237,7 +233,7 @@ class AgentsActing:
     @property
     def is_by_agent(self) -> bool:
         """True if every agent has the same module in all episodes that begin now."""
-        return not callable(self._mapping)
+        return not callable(self.mapping)
 
     def module_of(self, agent: Any, episode_id: str) -> ActingModule:
         """The module that serves an agent in an episode.
@@ -350,7 +346,7 @@ class AgentsActing:
         Raises ModuleError where the choices of modules that serve agents of one part do not fit one column.
         """
         chosen: list[gym.Space[Any] | None] = []
-        for place, (part, acted) in enumerate(zip(self.parts, self._acted, strict=True)):
+        for place, (part, acted) in enumerate(zip(self.parts, self.acted, strict=True)):
             own = {
                 module_id: chosen_space(acting.module, part.action_space)
                 for module_id, acting in self.acting.items()
@@ -365,11 +361,11 @@ class AgentsActing:
         if part is None:
             return module
         with torch.random.fork_rng(devices=[]), located(f"module '{module_id}'"):
-            torch.default_generator.manual_seed(seed_for(self._seed, f"weights/{module_id}"))  # the one restored
-            config = self._model_config if module is None else None
-            made = module_for(module, config, *self._seen[part])
-            if self._acted[part] is not None:
-                check_actions(made, self._acted[part], self._agent_in(part, module_id))
+            torch.default_generator.manual_seed(seed_for(self.seed, f"weights/{module_id}"))  # the one restored
+            config = self.model_config if module is None else None
+            made = module_for(module, config, *self.seen[part])
+            if self.acted[part] is not None:
+                check_actions(made, self.acted[part], self._agent_in(part, module_id))
             return made
 
     def _agent_in(self, part: int, module_id: Any) -> Any:
@@ -390,7 +386,7 @@ class AgentsActing:
 
     def _mapped_to(self, agent: Any, episode_id: str) -> ActingModule:
         """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
-        mapping = self._mapping
+        mapping = self.mapping
         if mapping is None:
             module_id = DEFAULT_MODULE_ID
             own = self._serving(agent)
@@ -415,7 +411,7 @@ class AgentsActing:
 
     def _check_actions_of(self, acting: ActingModule, agent: Any) -> None:
         """Raise ModuleError unless a module chooses actions that its first agent has, and so all its agents."""
-        acted = next(acted for part, acted in zip(self.parts, self._acted, strict=True) if agent in part.agents)
+        acted = next(acted for part, acted in zip(self.parts, self.acted, strict=True) if agent in part.agents)
         if acted is not None and getattr(acting.module, "action_space", None) is not None:
             with located(f"module '{acting.module_id}'"):
                 check_actions(acting.module, acted, agent)
@@ -461,7 +457,7 @@ class AgentsActing:
         return self._named[agent]
 
     def _named_for(self, agent: Any) -> set[Any]:
-        mapping = self._mapping
+        mapping = self.mapping
         if mapping is None:
             return {agent if agent in self._first_ids else DEFAULT_MODULE_ID}
         if not callable(mapping):
@@ -481,11 +477,11 @@ class AgentsActing:
         return by_id if isinstance(explore, Mapping) else explore
 
     def _explores(self, module_id: Any) -> bool:
-        return self._explore.get(module_id, True) if isinstance(self._explore, Mapping) else self._explore
+        return self.explore.get(module_id, True) if isinstance(self.explore, Mapping) else self.explore
 
     def _have_act(self, module_id: Any, module: Any, explore: bool) -> None:
         state = kind_of_state(module)
-        if state and not self._may_be_stateful:
+        if state and not self.may_be_stateful:
             raise ModuleError(
                 f"module '{module_id}' is stateful, but lookback is 0: expected a rollout with lookback=1 or more, so "
                 "that fragments keep the state before their first step"
@@ -496,13 +492,13 @@ class AgentsActing:
                 f"module '{module_id}' has the initial state {state}, and the one of this id that was removed had "
                 f"{before}; expected the same, since batches may have rows of both, or another id"
             )
-        copy = acting_copy(module, self._device)
+        copy = acting_copy(module, self.device)
         version += 1  # what a removed one acted with stays apart
         name = f"{module_id}/{version}" if version else f"{module_id}"
         if isinstance(copy, RandomModule):
-            copy.seed(seed_for(self._seed, f"actions/{name}"))
+            copy.seed(seed_for(self.seed, f"actions/{name}"))
         weights = PolicyWeights(copy, version)
-        forward = ModuleForward(copy, weights, explore=explore, **self._how)
+        forward = ModuleForward(copy, weights, explore=explore, **self.how)
         self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{name}")
 
     def _retire(self, module_id: Any) -> None:

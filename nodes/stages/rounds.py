@@ -162,7 +162,6 @@ class FragmentRounds(Generic[F]):
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.is_gathered = False
-        self._failure: str | None = None  # why no more rounds come
         self.error: Exception | None = None
         self.lag, self._returns = lag, returns
         # Sets are replaced, and not changed: the ring's thread does so.
@@ -258,8 +257,9 @@ class FragmentRounds(Generic[F]):
         """
         if self.is_gathered and not self.is_empty:
             return
-        if self._failure is not None:
-            raise RunError(f"the rollout can't go on: {self._failure}; expected another one to be made")
+        if self.error is not None:
+            failure = f"{type(self.error).__name__}: {self.error}"
+            raise RunError(f"the rollout can't go on: it has failed with {failure}; expected another one to be made")
         if self.is_empty:
             self.give_back(release)
         self.is_gathered = False
@@ -273,7 +273,7 @@ class FragmentRounds(Generic[F]):
         try:
             yield
         except Exception as error:
-            self._failure, self.error = f"it has failed with {type(error).__name__}: {error}", error
+            self.error = error
             raise
 
     @property
