@@ -335,7 +335,7 @@ class DiagGaussian:
         quicker than torch's. Only what numpy may round otherwise is done by torch.
         """
         mean, log_std = self.mean.numpy(), self.log_std.numpy()
-        noise = torch.randn(mean.shape, generator=generator).numpy()
+        noise = torch.randn(mean.shape, generator=generator, device=self.mean.device, dtype=self.mean.dtype).numpy()
         with np.errstate(over="ignore", invalid="ignore"):  # as torch has it, of deviations without bounds
             drawn = mean + self.log_std.exp().numpy() * noise
             actions: NDArray[Any] = self._actions(torch.from_numpy(drawn)).numpy()

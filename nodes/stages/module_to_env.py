@@ -6,13 +6,14 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.module_to_env.action_pieces import slots_with_nan
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, noted, shown
+from rollflow.stream.data.errors import ColumnError, ConnectorError, noted, shown
 from rollflow.stream.data.space import items_in, leaves_within, row_of
 from rollflow.stream.data.tree import Tree, stack_trees
 from rollflow.stream.fragments.lane import Lane
@@ -90,9 +91,21 @@ def acted(
     batch = pipeline.run(module, output, episodes, explore, shared_data, metrics)
     if Columns.ACTIONS_FOR_ENV in batch:
         batch = pipeline.to_record(batch, shared_data)
-    if pipeline.columnar:
-        return batch
-    return {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+    if not pipeline.columnar:
+        batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+    if pipeline.has_own_pieces:
+        _refuse_nan(batch, pipeline)
+    return batch
+
+
+def _refuse_nan(batch: Batch, pipeline: ModuleToEnvPipeline) -> None:
+    """Raise ConnectorError for actions that are NaN: the module's own are refused before, so that a piece made them."""
+    for column in (Columns.ACTIONS, Columns.ACTIONS_FOR_ENV):
+        if column in batch and (slots := slots_with_nan(batch[column])):
+            raise ConnectorError(
+                f"'{column}' is NaN in row {', '.join(map(str, slots))} of a lane's batch, behind the connector pieces "
+                f"{', '.join(pipeline.names)}; expected numbers: a piece has made them"
+            )
 
 
 def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None) -> None:

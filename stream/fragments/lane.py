@@ -482,7 +482,7 @@ class Lane(SlotLane):
         write_row(self.fragment.columns, self.row, answer)
         if final is not None:
             final = final[0], copied(final[1])
-        self._advance(terminateds, truncateds, copied(infos) if infos else infos, final)
+        self._advance(copied(infos) if infos else infos, final)
         self._take_observations(observations)
 
     def replace_action(self, slot: int, action: Tree) -> None:
@@ -500,8 +500,7 @@ class Lane(SlotLane):
 
         `infos` and `final` are as for `record_step`.
         """
-        row, columns = self.row, self.fragment.columns
-        self._advance(columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row], infos, final)
+        self._advance(infos, final)
         self._take_written_observations()
 
     def take_reset(self, infos: Mapping[str, Any]) -> None:
@@ -536,14 +535,12 @@ class Lane(SlotLane):
         self._dead = None
         return len(slots) - int(np.count_nonzero(dead)) if is_under_way else 0
 
-    def _advance(
-        self,
-        terminateds: NDArray[np.bool_],
-        truncateds: NDArray[np.bool_],
-        infos: Mapping[str, Any],
-        final: tuple[Tree, Mapping[str, Any]] | None,
-    ) -> None:
+    def _advance(self, infos: Mapping[str, Any], final: tuple[Tree, Mapping[str, Any]] | None) -> None:
         fragment, row = self.fragment, self.row
+        terminateds, truncateds = (
+            fragment.columns[Columns.TERMINATEDS].tree[row],
+            fragment.columns[Columns.TRUNCATEDS].tree[row],
+        )
         self.num_steps += self.layout.num_slots
         self.vector_steps += 1
         self.row = row + 1

@@ -125,6 +125,9 @@ class GetActions(ConnectorV2):
             else:  # from elsewhere, without generators
                 actions = distribution.sample()
             logp = None
+            if explore and isinstance(distribution_type, DistributionType) and Columns.ACTION_LOGP not in batch:
+                logp = distribution.logp(actions)
+                refuse_infinite(logp, shared_data, episodes, rl_module)
         batch[Columns.ACTIONS] = actions
         if Columns.ACTION_LOGP not in batch:
             batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
@@ -222,6 +225,15 @@ def refuse_unusable(
         slots = np.flatnonzero(bad).tolist()
         if slots:
             raise _unusable(Columns.ACTION_DIST_INPUTS, fault, slots, shared_data, episodes, module)
+
+
+def refuse_infinite(logp: Any, shared_data: dict[str, Any], episodes: Episodes, module: Any = None) -> None:
+    """Raise ModuleError for log-probabilities, f32[N, ...], that are not finite, as of deviations that are 0 or inf."""
+    rows = np.isfinite(array_of(logp) if isinstance(logp, torch.Tensor) else np.asarray(logp))
+    if not rows.all():
+        slots = np.flatnonzero(~rows.reshape(len(rows), -1).all(1)).tolist()
+        fault = "is not finite, as where a logarithm of a deviation is below -88 or above 88,"
+        raise _unusable(Columns.ACTION_LOGP, fault, slots, shared_data, episodes, module)
 
 
 def slots_with_nan(actions: Tree) -> list[int]:

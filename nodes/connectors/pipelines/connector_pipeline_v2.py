@@ -255,7 +255,11 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
                 batch = self._called(range(first), batch, episodes, given | kwargs)
             mark = perf_counter_ns()
-            fused = self._fused(rl_module, batch, episodes, explore, shared_data)
+            try:
+                fused = self._fused(rl_module, batch, episodes, explore, shared_data)
+            except Exception as error:
+                error.add_note(f"in connector piece {self._described(first)}")
+                raise
             if fused is not None:
                 self._fused_timer.calls += 1
                 self._fused_timer.total_ns += perf_counter_ns() - mark

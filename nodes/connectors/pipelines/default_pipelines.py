@@ -241,6 +241,7 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
     def _arrange(self) -> None:
         super()._arrange()
         arrange_exploration(pieces_within(self))
+        self.has_own_pieces = self._fused_from != 0  # beside the default ones
 
     def __call__(self, **kwargs: Any) -> Batch:
         """Call the pieces. The answer has `actions_for_env`: `actions`, if no piece made it."""

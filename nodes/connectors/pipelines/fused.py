@@ -36,6 +36,7 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     RemoveSingleTsTimeRankFromBatch,
     UnBatchToIndividualItems,
     may_mask,
+    refuse_infinite,
     refuse_unusable,
     rules_all_out,
     slots_with_nan,
@@ -141,6 +142,8 @@ class FusedActions(FusedPieces):
         arrays, is_usable = self._acted(rl_module, batch, bool(explore), races, generator)
         if not is_usable:
             refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, self._type, rl_module)
+        if not is_usable and arrays is not None:
+            refuse_infinite(arrays[Columns.ACTION_LOGP], shared_data, episodes, rl_module)
         return arrays
 
     def jointly(

@@ -17,8 +17,8 @@ from property_examples import examples
 
 from rollflow import Columns, DefaultModelConfig, Forward, RLModule, Rollout
 from rollflow.nodes import LambdaConnector, ModuleToEnvPipeline
-from rollflow.nodes.modules.distribution import Categorical, DistributionType
-from rollflow.stream import ModuleError
+from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for
+from rollflow.stream import ConnectorError, ModuleError
 
 KINDS = ["plain", "masked", "nested", "half", "brain float", "actions"]
 JOINT = ["plain", "masked", "actions"]
@@ -156,8 +156,8 @@ class Steers(RLModule):
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         obs = batch["obs"]
-        wide = obs[:, :1] > 2  # log-deviations of 0, and of -200 or 200, of which exp is 0 or infinite
-        inputs = torch.cat([obs[:, 1:].tanh(), torch.where(wide, 200.0, 0.0), torch.where(wide, -200.0, 0.0)], -1)
+        wide = obs[:, :1] > 2
+        inputs = torch.cat([obs[:, 1:].tanh(), torch.where(wide, 30.0, 0.0), torch.where(wide, -30.0, 0.0)], -1)
         return {"actions": 3 * obs[:, 1:]} if self.has_chosen else {"action_dist_inputs": inputs}
 
 
@@ -175,6 +175,57 @@ def test_actions_of_a_box_from_pieces_called_as_one_are_the_same(bounds: Any, ha
         return each
 
     check_same(made(True), made(False))
+
+
+class Spread(RLModule):
+    """Has a deviation whose logarithm is of this size from the third step on."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        late = (batch["obs"][:, :1] > 1).float()
+        return {"action_dist_inputs": torch.cat([torch.zeros(len(late), 3), late * self.size], -1)}
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize("size", [100.0, -100.0])
+def test_deviations_that_are_0_or_infinite_are_refused(size: float, fuses: bool) -> None:
+    rollout = Rollout([lambda: Steered(-1.0, 1.0)] * 2, module=Spread(size), fragment_length=5, seed=3)
+    rollout.module_to_env.fuses = fuses
+    told = "'action_logp' is not finite, .* in lane 0, vector step 2, slot 0, 1"
+    with rollout, pytest.raises(ModuleError, match=told) as caught:
+        next(iter(rollout.fragments()))
+    assert any("connector piece 'GetActions' (1 of" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32])
+def test_a_default_dtype_of_torch_changes_no_actions(kind: torch.dtype) -> None:
+    inputs, distribution = torch.zeros(4, 6), distribution_for(gym.spaces.Box(-1, 1, (3,), np.float32))
+    torch.set_default_dtype(kind)
+    try:
+        actions, logp = distribution.from_logits(inputs).sample_with_logp(torch.Generator().manual_seed(1))
+        drawn = distribution.from_logits(inputs).sample(torch.Generator().manual_seed(1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    np.testing.assert_array_equal(actions, drawn.numpy())
+    assert (actions.dtype, logp.dtype) == (np.float32, np.float32)
+
+
+@pytest.mark.parametrize("column", ["actions", "actions_for_env"])
+def test_a_piece_that_makes_nan_of_actions_is_named(column: str) -> None:
+    def broken(batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {column: np.full((2, 2), np.nan, np.float32)}
+
+    piece = LambdaConnector(broken)
+    options: Any = {"fragment_length": 5, "seed": 3, "module_to_env_connector": lambda env: piece}
+    told = f"'{column}' is NaN in row 0, 1 of a lane's batch, behind the connector pieces GetActions, .*broken, "
+    with (
+        pytest.raises(ConnectorError, match=told),
+        Rollout([lambda: Steered(-1.0, 1.0)] * 2, module=Steers(False), **options) as rollout,
+    ):
+        next(iter(rollout.fragments()))
 
 
 @given(fuses=st.booleans(), lanes=st.integers(2, 3), **DRAWN)
