@@ -11,11 +11,11 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow import Rollout
-from rollflow.nodes.env.remote.remote_envs import Endpoint
+from rollflow.nodes.env.remote.remote_envs import endpoint_at
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
-from rollflow.sinks.trainer.uplink import TrainerLink, TrainerUplink
+from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
@@ -120,16 +120,18 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
 
 def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int], Fragment]) -> None:
     """Send one message after the other, as they are made of their numbers."""
-    target, kept = parse_address(address, may_share=True), ResendBuffer(1 << 30)
-    lender = FragmentLender(1 << 30) if isinstance(target, SharedAddress) else None
+    endpoint, kept = endpoint_at(address, None, None, None, may_share=True), ResendBuffer(1 << 30)
+    lender = FragmentLender(1 << 30) if endpoint.shares else None
 
     told["metadata"] |= {"sends": sends, "shares_memory": lender is not None}
 
     link = TrainerUplink(
-        TrainerLink(Endpoint(target, Limits()), "feeder", lender),
+        endpoint,
+        "feeder",
         lambda: told | {"slots": (1,)},
         kept,
         lambda version, weights: False,
+        lender,
     )
     session = link.session
     link.start()

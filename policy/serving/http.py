@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
+from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.policies.space_text import described
 from rollflow.policy.serving.request import (
     CONTENT_TYPE,
@@ -38,7 +38,7 @@ from rollflow.policy.serving.request import (
 from rollflow.policy.serving.shelf import Shelf, Watcher
 from rollflow.stream.data.errors import EnvError, WireError, shown
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at
-from rollflow.stream.wire.address import TcpAddress, check_secret, parse_address
+from rollflow.stream.wire.address import TcpAddress
 
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10
@@ -218,14 +218,12 @@ class HttpServer:
     ) -> None:
         if not re.fullmatch(r"(tcp://)?[^/]+:\d+", listen):
             raise WireError(f"address {listen!r}, expected 'host:port' for HTTP", "address")
-        address = parse_address(listen if "://" in listen else f"tcp://{listen}")
+        address, _, self._secret, _ = endpoint_at(f"tcp://{listen.removeprefix('tcp://')}", secret, None, None)
         assert isinstance(address, TcpAddress)
         for file, option in ((certificate, "certificate"), (key, "key")):
             if file is not None and not file.is_file():
                 raise WireError(f"there is no file {file}, expected the {option} for TLS", "tls")
         self.shelf, self.max_body = shelf, max_body
-        self._secret = None if secret is None else secret.encode()
-        check_secret(address, self._secret)
         self._loop: asyncio.AbstractEventLoop  # set before the first request
         self.clients: dict[str, Conversation] = {}
         self._scheme = "https" if certificate else "http"

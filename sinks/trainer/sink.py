@@ -11,7 +11,7 @@ from typing import Any, Literal
 import anyio
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
-from rollflow.nodes.env.remote.remote_envs import Secret
+from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import shapes_of
 from rollflow.nodes.modules.rl_module import is_stateful
@@ -19,6 +19,7 @@ from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
+from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.messages import (
     HAS_ENDED,
     MOST_MODULES,
@@ -34,7 +35,7 @@ from rollflow.sinks.trainer.messages import (
     parts_of,
 )
 from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
-from rollflow.sinks.trainer.uplink import TrainerUplink, link_to
+from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError, shown
@@ -178,15 +179,14 @@ class TrainerSink:
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
         check_numbers(linger=(linger, 0), retry_s=(retry_s, 0))
         self._buffer = ResendBuffer(max_bytes)
-        link = link_to(address, name, secret, tls, limits, retry_s=retry_s, lends=max_bytes)
-        self.name = link.name
+        endpoint = endpoint_at(address, secret, tls, limits, may_share=True)
         self.lost: dict[str, int] = {}
         self.linger, self._sends = linger, sends
-        self._lender = link.lender
+        self._lender = FragmentLender(max_bytes) if endpoint.shares else None
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
         self._failure: str | None = None
-        self._trainer_name = f"the trainer at {link.endpoint.address}"
+        self._trainer_name = f"the trainer at {endpoint.address}"
         self._drawn: AnyRollout | None = None  # once the graph has been drawn, as all that `_take_rollout` sets
         self._ids: tuple[str, ...] | None = None  # of modules whose weights the trainer publishes; None: of one module
         self._gate: PaceGate  # holds the rollout back, and knows its lanes as a trainer is to know them
@@ -195,11 +195,15 @@ class TrainerSink:
         self._makers: list[Any] = []  # methods of nodes before the sink: the origins of a batch
         sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
-            link,
+            endpoint,
+            name,
             lambda: sink._hello(sink._uplink.newest),
             self._buffer,
             lambda version, weights: sink._publish(version, weights),
+            self._lender,
+            retry_s,
         )
+        self.name = self._uplink.name
         self._session = self._uplink.session
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:

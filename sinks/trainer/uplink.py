@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
@@ -35,49 +35,16 @@ _AT_A_TIME = 4  # fragments that are made ready before they are sent
 _NO_TRAINER = ("frame", "message", "order")  # before it was welcomed: somebody else is at the address
 
 
-class TrainerLink(NamedTuple):
-    """Way of an end that dials to its trainer, or replay host, the same for one connection after another.
-
-    endpoint    where the other end listens
-    name        of this end there
-    lender      lends items in shared memory; None: they go through the socket
-    retry_s     seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
-    """
-
-    endpoint: Endpoint
-    name: str
-    lender: FragmentLender | None = None
-    retry_s: float | None = None
-
-
-def link_to(
-    address: str | wire.Address,
-    name: str | None,
-    secret: Secret,
-    tls: ssl.SSLContext | None,
-    limits: wire.Limits | None,
-    *,
-    retry_s: float | None = None,
-    lends: int = 0,
-) -> TrainerLink:
-    """Way to the trainer at an address, with shared memory of `lends` bytes where it shares some.
-
-    name    None: the name of this computer
-
-    Raises WireError for an invalid address, or one that needs a secret.
-    """
-    endpoint = endpoint_at(address, secret, tls, limits, may_share=True)
-    lender = FragmentLender(lends) if lends and endpoint.shares else None
-    return TrainerLink(endpoint, socket.gethostname() if name is None else name, lender, retry_s)
-
-
 class TrainerUplink:
     """Connection of a rollout with a trainer, made again and again: it sends items and takes weights.
 
-    link       way to the trainer
+    endpoint   where the trainer listens
+    name       of this end there; None: the name of this computer
     described  gives slots, spaces and metadata for the first message of each connection
     kept       items to send
     publish    called with a version and weights that came; False: they are not newer than the rollout's
+    lender     lends items in shared memory; None: they go through the socket
+    retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
 
     session     memory that outlives connections
     wanted      how the trainer wants the stream; None: it has not been there yet
@@ -90,15 +57,19 @@ class TrainerUplink:
 
     def __init__(
         self,
-        link: TrainerLink,
+        endpoint: Endpoint,
+        name: str | None,
         described: Callable[[], Mapping[str, Any]],
         kept: ResendBuffer,
         publish: Callable[[int, Mapping[str, Any]], bool],
+        lender: FragmentLender | None = None,
+        retry_s: float | None = None,
     ) -> None:
         self.wanted: StreamOrder | None = None
         self.newest: tuple[int, bytes] | None = None
         self.goodbye: str | None = None
-        self.link, self.address, self._lender = link, link.endpoint.address, link.lender
+        self.name = socket.gethostname() if name is None else name
+        self._endpoint, self.address, self._lender = endpoint, endpoint.address, lender
         self.problem = f"{self.address} has not been reached"
         self.error: Exception | None = None
         self.bell = Wakeup()
@@ -106,7 +77,7 @@ class TrainerUplink:
         self.session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._news: deque[wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
-        self._wait = DialWait("trainer", self.address, link.retry_s)
+        self._wait = DialWait("trainer", self.address, retry_s)
         self._is_closing = self._is_welcomed = False
         self._ending: str | None = None  # how the last trainer went that had taken this rollout in
         self._parting: str | None = None  # reason of this end's goodbye; None: it says none
@@ -155,7 +126,7 @@ class TrainerUplink:
     def _run(self) -> None:
         self._loop.dial(
             [self.address],
-            self.link.endpoint.tls,
+            self._endpoint.tls,
             shares=self._lender is not None,
             longest_pause_s=_LONGEST_RETRY_S,
             on_failure=self._failed,
@@ -232,15 +203,13 @@ class TrainerUplink:
     def hello(self) -> wire.Hello:
         """The first message of a connection that is made now."""
         told = self._described()
-        return hello_of(
-            "source", self.link.name, self.session.token, self.link.endpoint.limits, autoreset="SAME_STEP", **told
-        )
+        return hello_of("source", self.name, self.session.token, self._endpoint.limits, autoreset="SAME_STEP", **told)
 
     # What the loop asks for
 
     def connection(self, now: float) -> wire.SourceConnection:
         """This end of a connection with a trainer, which is told hello."""
-        _, limits, secret, _ = self.link.endpoint
+        _, limits, secret, _ = self._endpoint
         return wire.SourceConnection(self.hello(), self.session, secret=secret, limits=limits, now=now)
 
     def handle(self, peer: Peer[wire.SourceConnection], event: wire.Message, now: float) -> None:
@@ -329,9 +298,9 @@ class WeightsFollower:
         name: str | None = None,
         limits: wire.Limits | None = None,
     ) -> None:
-        link = link_to(address, name, secret, tls, limits)
+        endpoint = endpoint_at(address, secret, tls, limits, may_share=True)
         self._take = take
-        self._uplink = TrainerUplink(link, _described, ResendBuffer(1), self._taken)
+        self._uplink = TrainerUplink(endpoint, name, _described, ResendBuffer(1), self._taken)
         self._uplink.start()
 
     @property
