@@ -74,11 +74,14 @@ class SampleServer:
         endpoint    to listen on; with port 0, any that is free
         stream      of the rollouts that write into the replay, and act with the weights that samplers publish
 
-        address    with its port
+        address         with its port
+        most_clients    sessions that there may be at a time
 
     An id is a step's position and a random number of this server: after a restart a position may be another step's, so
     that priorities of earlier ids are passed over. Raises EnvError where the address can't be listened on.
     """
+
+    most_clients = 1024
 
     def __init__(self, replay: Replay, endpoint: Endpoint, stream: TrainerStream) -> None:
         require("a replay for other processes", (select, "epoll"))
@@ -146,8 +149,13 @@ class SampleServer:
     # Samplers
 
     def _take_in(self, peer: SamplerPeer, hello: wire.Hello) -> None:
-        """Take in a sampler that has proved itself: a new one, or one that comes back."""
+        """Take in a sampler that has proved itself: a new one, or one that comes back.
+
+        Raises WireError where there are too many.
+        """
         older = self._clients.get(hello.session)
+        if older is None:
+            self._make_room()
         session = wire.ServerSession(hello.session, _WINDOW) if older is None else older.session
         assert session is not None
         peer.connection.welcome(session, credits=session.window)
@@ -159,6 +167,15 @@ class SampleServer:
         """The newest connection of a session; None: it is known no longer."""
         peer = self._clients.get(session.token)
         return peer if peer is not None and peer.session is session else None
+
+    def _make_room(self) -> None:
+        """Forget the sampler that was lost first, if there are as many as may be. Raises WireError if none is lost."""
+        if len(self._clients) < self.most_clients:
+            return
+        lost = {token: peer.lost_at for token, peer in self._clients.items() if peer.lost_at is not None}
+        if not lost:
+            raise WireError(f"{self.most_clients} clients are served already, expected fewer", "busy")
+        del self._clients[min(lost, key=lambda token: lost[token])]
 
     def _forget_lost(self, now: float) -> None:
         """Forget samplers that have had their time to come back."""

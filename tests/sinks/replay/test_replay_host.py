@@ -24,6 +24,7 @@ from replayed import client_of, serving
 
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
+from rollflow.nodes.env.remote.remote_envs import endpoint_at
 from rollflow.sinks import Newest, Prioritized, ReplayClient, SamplesPerInsert
 from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
@@ -174,6 +175,32 @@ def test_who_does_not_fit_is_refused_in_words_and_the_others_go_on(tmp_path: Pat
         with feeding(host.rollouts, [1], num_fragments=2, sink={"secret": SECRET}):
             pass
         assert set(steps_by_slot(client.sample(500))) == {0, 1}
+
+
+def test_a_client_too_many_is_told_so_and_served_once_another_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SampleServer, "most_clients", 1)
+    with serving(Replay(512), tmp_path) as host, client_of(host, timeout=0.3) as other:
+        with client_of(host) as one:
+            assert one.report().inserted == 0
+            with pytest.raises(ReplayError, match="1 clients are served already, expected fewer"):
+                other.report()
+        other.timeout = 20.0
+        assert other.report().inserted == 0
+
+
+def test_a_client_that_was_lost_makes_room_for_a_new_one(tmp_path: Path) -> None:
+    server = SampleServer(
+        Replay(512), endpoint_at(f"unix:{tmp_path / 'trainers'}", None, None, None, listens=True), Mock()
+    )
+    server.most_clients = 3
+    for number in range(6):
+        server._take_in(Mock(lost_at=None), Mock(session=bytes([number])))
+        server._clients[bytes([number])].lost_at = None if number == 1 else float(number)
+    assert list(server._clients) == [bytes([number]) for number in (1, 4, 5)]
+    server._clients.clear()
+    server.close()
 
 
 @pytest.mark.slow
