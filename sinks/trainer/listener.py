@@ -400,7 +400,7 @@ def _traits(source: RolloutPeer) -> dict[str, Any]:
     traits: dict[str, Any] = {name: getattr(rollout, name) for name in ("is_by_module", "is_stateful")}
     for index, each in enumerate(rollout.parts):
         of_part = f" of part {index} of the agents" if rollout.is_by_module else ""
-        traits |= {f"action_space{of_part}": each.part.recorded_space}
+        traits |= {f"agents{of_part}": each.part.agents, f"action_space{of_part}": each.part.recorded_space}
         traits |= {f"spaces[{number}]{of_part}": space for number, space in enumerate(each.seen)}
     return traits | {f"the shape of weight {name!r}": shape for name, shape in rollout.weights.items()}
 

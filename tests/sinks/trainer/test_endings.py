@@ -402,8 +402,12 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(mak
             feed.ended.result()
 
 
-def part_of(*seen: Discrete, action_space: Discrete = Discrete(2)) -> PartSpaces:  # noqa: B008
-    return PartSpaces(AgentPart(("agent",), Discrete(2), action_space), seen or (Discrete(2), Discrete(4)))
+def part_of(
+    *seen: Discrete,
+    action_space: Discrete = Discrete(2),  # noqa: B008
+    agents: tuple[str, ...] = ("agent",),
+) -> PartSpaces:
+    return PartSpaces(AgentPart(agents, Discrete(2), action_space), seen or (Discrete(2), Discrete(4)))
 
 
 @pytest.mark.parametrize(
@@ -414,6 +418,7 @@ def part_of(*seen: Discrete, action_space: Discrete = Discrete(2)) -> PartSpaces
         ({"parts": [part_of(action_space=Discrete(3))]}, "action_space is Discrete(3), expected Discrete(2)"),
         ({"parts": [part_of(Discrete(2), Discrete(3))]}, "spaces[1] is Discrete(3), expected Discrete(4)"),
         ({"parts": [part_of(Discrete(2))]}, "spaces[1] is missing, expected Discrete(4)"),
+        ({"parts": [part_of(agents=("a", "b"))]}, "agents is ('a', 'b'), expected ('agent',)"),
         ({"weights": {"a": (3,), "b": (2, 5)}}, "the shape of weight 'b' is (2, 5), expected (2, 4)"),
         ({"weights": {"a": (3,)}}, "the shape of weight 'b' is missing, expected (2, 4)"),
         ({"weights": {"a": (3,), "b": (2, 4), "c": ()}}, "the shape of weight 'c' is (), expected none of that name"),
