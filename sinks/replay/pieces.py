@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, RowGoals, SampledSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
@@ -142,8 +143,7 @@ class HindsightGoals(ConnectorV2):
 
 def check_order(pieces: Sequence[ConnectorV2]) -> None:
     """Raise ReplayError where a piece before one that takes rewards from the replay could have changed them."""
-    flat = [each for piece in pieces for each in (piece if isinstance(piece, ConnectorPipelineV2) else [piece])]
-    for before, piece in pairwise(flat):
+    for before, piece in pairwise(pieces_within(ConnectorPipelineV2(connectors=pieces))):
         is_summing = isinstance(piece, SampledNStepReturns) and not isinstance(before, HindsightGoals)
         if is_summing or isinstance(piece, HindsightGoals):
             raise ReplayError(

@@ -193,7 +193,8 @@ def test_a_piece_does_not_undo_what_another_one_changes(piece: Any) -> None:
         batch["rewards"] = batch["rewards"] * 2
 
     scaling: Any = LambdaConnector(change, columnar=True, changes_episodes=False)
-    for before in ([scaling], [ConnectorPipelineV2(connectors=[scaling])]):
+    nested = ConnectorPipelineV2(connectors=[scaling])
+    for before in ([scaling], [nested], [ConnectorPipelineV2(connectors=[nested])]):
         with pytest.raises(ReplayError, match=rf"{piece.name} takes what it changes .* but {scaling.name} stands"):
             Replay(2000, pieces=[*before, piece])
     behind, alone = Replay(2000, pieces=[piece, scaling], seed=0), Replay(2000, pieces=[piece], seed=0)
