@@ -194,7 +194,10 @@ class PolicyClient:
                 observations = stack_trees(observations)
             except ValueError as error:
                 raise RequestError(f"the observations differ, expected those of one space: {error}") from None
-        names = list(range(_count_of(observations)) if sessions is None else sessions)
+        count = _count_of(observations)
+        names = list(range(count) if sessions is None else sessions)
+        if len(names) != count or not count:
+            raise RequestError(f"{count} observations for {len(names)} sessions, expected one for each, at least one")
         fields: dict[str, Any] = {"observations": observations, "sessions": [_plain(each) for each in names]}
         if rewards is not None:
             fields["rewards"] = [None if np.isnan(each) else float(each) for each in rewards]

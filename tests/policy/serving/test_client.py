@@ -82,6 +82,10 @@ def test_a_batch_is_one_request_and_its_sessions_go_on() -> None:
         assert len(shelf.newest("a").book) == 3
         with pytest.raises(RequestError, match="session 1 comes more than once in one call"):
             client.act_batch(observations[1:], sessions=[1, 1])
+        for count, sessions in ((2, [1]), (0, None), (1, [])):
+            told = f"^{count} observations for {len(sessions or [])} sessions, expected one for each, at least one$"
+            with pytest.raises(RequestError, match=told):
+                client.act_batch(observations[:count], sessions=sessions)
 
 
 def test_items_of_any_space_come_back_as_the_policy_gives_them() -> None:
