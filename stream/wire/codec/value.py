@@ -57,7 +57,10 @@ def decode_value(header: bytes, body: NDArray[np.uint8]) -> Any:
 
 
 def decode_lent(header: bytes, blocks: Sequence[NDArray[np.uint8]]) -> Any:
-    """The value of a header whose arrays lie in blocks, of which they are views. Raises WireError for invalid bytes."""
+    """The value of a header whose arrays lie in blocks, of which they are views, with a list for each tuple.
+
+    Raises WireError for invalid bytes.
+    """
     (_scan_once if len(header) <= _REMEMBERED else scan)(header)
     return _read(header, _Reader(blocks, is_lent=True))
 
@@ -128,7 +131,7 @@ class _Reader:
                 f"{len(body)} bytes",
                 code,
             )
-        self._left -= size
+        self._left -= 0 if self._is_lent else size  # what is lent may be lent to two columns
         if self._left < 0:
             raise WireError(f"arrays of more than the body's {sum(map(len, self._bodies))} bytes in all", "frame")
         if not size:
@@ -166,7 +169,7 @@ class _Reader:
 
 _KINDS: dict[int, Callable[[_Reader, list[Any]], Any]] = {
     NUMBER: _Reader._number,
-    TUPLE: lambda _, value: tuple(value),
+    TUPLE: lambda reader, value: value if reader._is_lent else tuple(value),
     OBJECTS: _Reader._objects,
     SLOT_INFOS: _Reader._slot_infos,
 }

@@ -70,6 +70,16 @@ def test_an_array_in_shared_memory_is_seen_where_it_lies(pair: Callable[..., Pai
     assert (first[4] == 7).all()
 
 
+def test_tuples_come_as_lists_each_time(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    for value in (1, 2):
+        ends.send(obs=(lane.column(value), {"at": (numbers(0, 8),)}))
+    first, second = (fragment.columns["obs"] for fragment in ends.received())
+    for obs in (first, second):
+        assert isinstance(obs, list)
+        assert isinstance(obs[1]["at"], list)
+
+
 def test_what_lies_elsewhere_is_copied_and_comes_whole(pair: Callable[..., Pair]) -> None:
     ends = pair()
     columns = {
@@ -86,6 +96,14 @@ def test_what_lies_elsewhere_is_copied_and_comes_whole(pair: Callable[..., Pair]
         np.testing.assert_array_equal(came, column)
         assert not came.size or file_of(came) is not None
     assert ends.lender.nbytes == sum(column.nbytes for column in columns.values())
+
+
+def test_columns_may_be_views_of_one_array_that_fills_its_block(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    column = lane.column(1)
+    ends.send(obs=column, seen=column)
+    (fragment,) = ends.received()
+    assert file_of(fragment.columns["obs"]) == file_of(fragment.columns["seen"]) == file_of(column)
 
 
 def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(pair: Callable[..., Pair]) -> None:
