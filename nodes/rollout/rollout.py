@@ -115,7 +115,7 @@ class Rollout(RolloutLoop[Fragment]):
 
     Methods: `publish` new weights; `state_dict`, and `load_state_dict` to go on with an earlier run; loop over
     `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `policy`,
-    `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; hooks `on_batch`, `on_episode`, `on_publish`;
+    `save_policy` and `evaluate`; `graph`, which has `draw()`; hooks `on_batch`, `on_episode`, `on_publish`;
     for sinks `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
