@@ -16,12 +16,6 @@ from typing import Any, NamedTuple, Self
 import gymnasium as gym
 import numpy as np
 
-try:
-    from websockets.exceptions import InvalidMessage, InvalidStatus, WebSocketException
-    from websockets.sync.client import ClientConnection, connect
-except ImportError as error:
-    raise ImportError("PolicyClient takes the package websockets: pip install rollflow[serve]") from error
-
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION
@@ -42,6 +36,14 @@ from rollflow.policy.serving.request import (
 from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at, with_tuples
 from rollflow.stream.net.backoff import WaitReminder, pause_s
+
+try:
+    from websockets.exceptions import InvalidMessage, InvalidStatus, WebSocketException
+    from websockets.sync.client import ClientConnection, connect
+except ImportError as error:
+    _missing: ImportError | None = error  # which a client raises, not this module: `from rollflow import *` imports it
+else:
+    _missing = None
 
 SessionName = str | int
 _log = logging.getLogger(__name__)
@@ -119,6 +121,8 @@ class PolicyClient:
         timeout: float = 60.0,
         heartbeat: float = 20.0,
     ) -> None:
+        if _missing is not None:
+            raise ImportError("PolicyClient takes the package websockets: pip install rollflow[serve]") from _missing
         if not re.fullmatch(r"https?://[^/\s]+/?", address):
             raise WireError(f"address {address!r}, expected 'http://host:port' or 'https://host:port'", "address")
         if tls is not None and not address.startswith("https"):
@@ -419,8 +423,9 @@ class PolicyClient:
                 self._end(error)
             except (WebSocketException, OSError, EOFError) as error:
                 failures += 1
-                self._problem = getattr(error, "strerror", None) or str(error)
-                _log.info("%s; it is dialled again", self._server("is away"))
+                before, self._problem = self._problem, getattr(error, "strerror", None) or str(error)
+                if failures == 1 or self._problem != before:
+                    _log.info("%s; it is dialled again", self._server("is away"))
                 self._pause(failures)
             except (KeyError, TypeError, AttributeError) as error:
                 self._end(WireError(self._server(f"sends what this client does not understand: {error!r}")))

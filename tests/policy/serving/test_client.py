@@ -403,16 +403,21 @@ def test_an_answer_that_never_comes_loses_a_session_with_a_memory_until_it_is_re
         assert client.act([4, 0]).tolist() == [4.0, 0.0]
 
 
-def test_a_client_whose_server_is_nowhere_says_where_and_why() -> None:
+@pytest.mark.wait_times(first_pause_s=0.001)
+def test_a_client_whose_server_is_nowhere_says_where_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with client_of(f"http://127.0.0.1:{port}", timeout=0.3) as client:
+    with caplog.at_level("INFO"), client_of(f"http://127.0.0.1:{port}", timeout=0.3) as client:
         with pytest.raises(UnansweredError, match=f"http://127.0.0.1:{port} has not answered .*: Connection refused"):
             client.act([3, 0])
+    assert caplog.text.count("it is dialled again") == 1
 
 
 def test_a_client_without_websockets_names_the_extra() -> None:
     program = f"import sys; sys.path[:] = {sys.path!r}; sys.modules['websockets'] = None\n"
-    program += "from rollflow.policy import PolicyClient"
-    ran = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    program += (
+        "from rollflow.policy import PolicyClient\nprint('imported', flush=True)\nPolicyClient('http://127.0.0.1:1')"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "imported\n", ran.stderr
     assert ran.stderr.endswith("PolicyClient takes the package websockets: pip install rollflow[serve]\n")
