@@ -14,6 +14,7 @@ from rollflow.nodes.argument_checks import (
     check_numbers,
     checked_count,
     checked_number,
+    checking_constructor,
     places_in,
     seeds_of,
 )
@@ -37,6 +38,7 @@ Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 Place = Where | OnHosts
 
 
+@checking_constructor(device="device=… of the rollout")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
     """How forward passes are done while acting: `Rollout(env, forward=Forward(max_batch=64))`.
@@ -84,6 +86,7 @@ class Forward:
         return {"flat": self.flat, "threads": self.threads, "compiled": compile_options(self.compile)}
 
 
+@checking_constructor()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Seconds after which environments in threads, in worker processes or on hosts are taken for hung; None: never.
@@ -108,6 +111,7 @@ class Timeouts:
         return {"step_timeout": self.step, "reset_timeout": self.reset}
 
 
+@checking_constructor()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """What is said and kept of a run beside its log: `Rollout(env, watch=Watch(stall_after=1.0))`.

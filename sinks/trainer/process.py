@@ -19,7 +19,7 @@ import anyio
 import cloudpickle
 import torch
 
-from rollflow.nodes.argument_checks import check_keywords, check_numbers
+from rollflow.nodes.argument_checks import check_keywords, check_numbers, checking_keywords
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count
 from rollflow.sinks.trainer.stream import PLACES, TrainerStream
@@ -29,6 +29,7 @@ from rollflow.stream.net import backoff
 logger = logging.getLogger(__name__)
 
 _STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
+_PLACES = PLACES | {name: f"{name}=…" for name in _STREAM_OPTIONS}
 
 
 class TrainerProcess:
@@ -49,6 +50,7 @@ class TrainerProcess:
     Raises RunError with the traceback in its notes where `train` raises, or the process dies, when the block is left.
     """
 
+    @checking_keywords("TrainerProcess", {name: f"stream=dict({place})" for name, place in _PLACES.items()})
     def __init__(
         self,
         train: Callable[..., object],

@@ -19,11 +19,13 @@ from rollflow import (
     DatasetSource,
     DefaultModelConfig,
     EpsilonGreedy,
+    Forward,
     GeneralAdvantageEstimation,
     Graph,
     RemoteEnvs,
     Replay,
     Rollout,
+    Timeouts,
     TrainerStream,
     VTrace,
     Watch,
@@ -144,6 +146,11 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
             "TrainerStream has no keyword 'max_lagg', expected 'max_lag'",
         ),
         (
+            lambda address: TrainerProcess(print, yields="fragments", learner_connector=None, lingers=1),
+            r"TrainerProcess has no keyword 'yields', expected stream=dict\(yields=…\); 'learner_connector', expected "
+            r"stream=dict\(yields=Batches\(learner_connector=…\)\); 'lingers', expected 'linger'",
+        ),
+        (
             lambda address: TrainerProcess(print, stream={1: 2}),
             r"TrainerStream has no keyword 1, expected one of those in help\(TrainerStream\)",
         ),
@@ -172,6 +179,7 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
         "stream",
         "process",
         "process alike",
+        "process itself",
         "process number",
         "feed",
         "feed lag",
@@ -199,6 +207,10 @@ def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> Non
         (Replay, "batchsize", "'batch_size'"),
         (Batches, "fragment", "'fragments'"),
         (Sources, "join_timeouts", "'join_timeout'"),
+        (Forward, "device", "device=… of the rollout"),
+        (Forward, "maxbatch", "'max_batch'"),
+        (Timeouts, "steps", "'step'"),
+        (Watch, "stall_afters", "'stall_after'"),
     ],
 )
 def test_a_constructor_tells_the_keyword_that_was_meant(made: type, wrong: str, told: str) -> None:
