@@ -1,6 +1,7 @@
 """Worker processes of lanes: started, asked over a socket for each lane, heard, given up and started again."""
 
 import abc
+import logging
 import select
 import selectors
 import socket
@@ -31,6 +32,8 @@ from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import Wait
+
+logger = logging.getLogger(__name__)
 
 
 class LaneLink(LaneStatus, abc.ABC):
@@ -260,6 +263,7 @@ class WorkerNode(LanesElsewhere):
             self._workers.append(worker := Worker(list(islice(left, size))))
             for link in worker.links:
                 link.worker = worker
+        logger.info("starting %d worker process%s", self.num_workers, "es" if self.num_workers > 1 else "")
         for worker in self._workers:
             self._start_process(worker)
         return [stand_in_for(self._first_answer(link)) for link in self.remotes]

@@ -82,9 +82,11 @@ def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
 
 
 @pytest.mark.parametrize("where", ["inline", "processes"])
-def test_close_without_start_closes_the_environments(where: Any) -> None:
+def test_close_without_start_closes_the_environments(where: Any, caplog: pytest.LogCaptureFixture) -> None:
     envs, makers = numbered_envs(2)
-    rollout: Any = Rollout(makers, module=NumberedModule(), **PLACES[where])
+    with caplog.at_level("INFO"):
+        rollout: Any = Rollout(makers, module=NumberedModule(), **PLACES[where])
+    assert ("starting 1 worker process" in caplog.text) == (where == "processes")
     workers = [] if where == "inline" else [each.process for each in rollout.environments._workers]
     rollout.close()
     rollout.close()
