@@ -80,7 +80,8 @@ def agents_of(env: Any) -> AgentSpaces:
     """Agents and spaces of anything that has them. Raises EnvError as `agent_spaces` does."""
     agents = tuple(getattr(env, "possible_agents", None) or getattr(env, "agents", None) or ())
     if not agents:
-        raise EnvError("'possible_agents' is missing or empty, expected every agent that there can be")
+        text = "'possible_agents' is missing or empty, expected every agent that there can be"
+        raise EnvError(f"{text}; an environment of one agent is for Rollout")
     if len(set(agents)) < len(agents) or ALL_AGENTS in agents:
         raise EnvError(f"'possible_agents' is {list(agents)}, expected each agent once, and none named '{ALL_AGENTS}'")
     observation_spaces = {agent: _space_of(env, "observation", agent) for agent in agents}

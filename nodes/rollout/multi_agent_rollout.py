@@ -1,6 +1,7 @@
 """Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -120,6 +121,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         options = options_of(keywords, MultiAgentKeywords, "MultiAgentRollout")
         check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))
         super().__init__(env, options, rollout=MultiAgentRollout, kind=SEVERAL_AGENTS)
+        if unserved := self._acting.serving_none():
+            warnings.warn(unserved, RuntimeWarning, stacklevel=2)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.

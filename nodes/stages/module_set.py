@@ -36,7 +36,7 @@ from rollflow.nodes.stages.acting import (
 )
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
 from rollflow.nodes.stages.module_forward import ModuleForward
-from rollflow.stream.data.errors import EnvError, ModuleError, located, noted
+from rollflow.stream.data.errors import EnvError, ModuleError, located, noted, shown
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEpisode
 from rollflow.stream.fragments.fragment import EpisodeIds
@@ -146,6 +146,17 @@ class AgentsActing:
         made_for = given, self.mapping, self.parts, self.seen, self.acted
         how = None, self.device, self.seed, explore, self.may_be_stateful, self.how
         return AgentsActing, (*made_for, self.joint, self.env_to_module, self.module_to_env, *how)
+
+    def serving_none(self) -> str:
+        """The words for modules that serve no agent, where agents have modules by their ids; "" if there are none."""
+        agents = [agent for part in self.parts for agent in part.agents]
+        unserved = [each for each in self._first_ids if each != DEFAULT_MODULE_ID and each not in agents]
+        if self.mapping is not None or not unserved:
+            return ""
+        return (
+            f"no agent has the modules {sorted(unserved, key=str)}: expected ids of the agents, {shown(agents)}, "
+            f"'{DEFAULT_MODULE_ID}' for all others, or agent_to_module_mapping_fn"
+        )
 
     @property
     def is_stateful(self) -> bool:

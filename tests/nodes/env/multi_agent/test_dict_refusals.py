@@ -172,7 +172,7 @@ def test_a_step_before_the_first_reset_is_refused() -> None:
 
 
 MADE = {
-    "no agents": (lambda: Scripted(possible_agents=[]), "'possible_agents' is missing or empty, expected every agent"),
+    "no agents": (lambda: Scripted(possible_agents=[]), "'possible_agents' is missing .* of one agent is for Rollout"),
     "an agent named all": (lambda: Scripted(possible_agents=["a", "__all__"]), "none named '__all__'"),
     "a space missing": (
         lambda: Scripted(observation_spaces={"a": SPACE}),

@@ -370,6 +370,16 @@ def test_the_default_module_is_made_for_those_that_have_none_of_their_own() -> N
     assert rollout.module["default_policy"].action_space.n == 9
 
 
+def test_a_module_whose_id_no_agent_has_is_told_once() -> None:
+    modules = {"a0": Values(), "default_policy": Values()}
+    with pytest.warns(
+        RuntimeWarning, match=r"no agent has the modules \['a0'\]: expected ids of the agents, \['a'"
+    ) as told:
+        talk(module=modules).close()
+    assert len(told) == 1
+    talk(module=modules, agent_to_module_mapping_fn=lambda agent, episode: "default_policy").close()
+
+
 def test_box_actions_at_random_follow_from_the_seed() -> None:
     class Pushes(Talk):
         action_spaces = dict.fromkeys(Talk.possible_agents, gym.spaces.Box(-3, 2, (2,), np.int16))
