@@ -294,9 +294,8 @@ class Sessions:
 
     def __init__(self, make: Callable[[Ids], SessionLane], *, remembers: bool = True) -> None:
         self._make, self._remembers = make, remembers
-        self._of_size: dict[int, SessionLane] = {}  # where nothing is remembered
         self._homes: dict[Hashable, tuple[SessionLane, int]] = {}  # lane and slot
-        self._lanes: dict[Ids, SessionLane] = {}  # those that have all their sessions still
+        self._lanes: dict[Ids, SessionLane] = {}  # those that have all their sessions still; else of 0 … N - 1
         self._lost: set[Hashable] = set()
 
     @property
@@ -310,9 +309,10 @@ class Sessions:
         Raises PolicyError for a session that comes twice, and for one whose memory was lost.
         """
         if not self._remembers:
-            return self._any_of_size(ids)
+            self._check(ids)
+            ids = tuple(range(len(ids)))
         lane = self._lanes.get(ids)
-        return self._gathered(ids) if lane is None else lane
+        return self._made(ids) if lane is None else lane
 
     def reset(self, session: Hashable) -> None:
         """Begin a new episode with the session's next observation."""
@@ -331,26 +331,22 @@ class Sessions:
     def lose(self, lane: SessionLane) -> None:
         """Give up the memory of a lane's sessions, which a failure left half written."""
         self._lanes.pop(lane.sessions, None)
-        if not self._remembers:
-            self._of_size.clear()
-            return
-        for session in lane.sessions:
+        for session in lane.sessions if self._remembers else ():
             self._homes.pop(session, None)
             self._lost.add(session)
 
-    def _any_of_size(self, ids: Ids) -> SessionLane:
-        self._check(ids)
-        count = len(ids)
-        lane = self._of_size.get(count)
-        if lane is None:
-            if len(self._of_size) >= _MOST_SIZES:
-                self._of_size.clear()
-            lane = self._of_size[count] = self._make(tuple(range(count)))
-        return lane
-
-    def _gathered(self, ids: Ids) -> SessionLane:
+    def _made(self, ids: Ids) -> SessionLane:
         self._check(ids)
         made = self._make(ids)
+        if self._remembers:
+            self._move(ids, made)
+        elif len(self._lanes) >= _MOST_SIZES:
+            self._lanes.clear()
+        self._lanes[ids] = made
+        return made
+
+    def _move(self, ids: Ids, made: SessionLane) -> None:
+        """Have a new lane go on with the sessions where they stand in others."""
         moves: dict[int, tuple[SessionLane, list[int], list[int]]] = {}
         for slot, session in enumerate(ids):
             home = self._homes.get(session)
@@ -367,8 +363,6 @@ class Sessions:
                 left.add(id(before[0]))
                 self._lanes.pop(before[0].sessions, None)
             self._homes[session] = made, slot
-        self._lanes[ids] = made
-        return made
 
     def _check(self, ids: Ids) -> None:
         if len(set(ids)) < len(ids):

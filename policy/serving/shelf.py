@@ -54,7 +54,6 @@ class Meters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._in_use: dict[tuple[str, ...], dict[str, Any]] = {}
         self._all = {
             name: kind(f"rollflow_serve_{name}", text, labelnames=_LABELS, registry=self.registry, **options)
             for name, (kind, text, options) in _METERS.items()
@@ -62,15 +61,12 @@ class Meters:
 
     def of(self, *labels: str) -> dict[str, Any]:
         """The meters of one version of a policy, by name."""
-        self._in_use[labels] = {name: meter.labels(*labels) for name, meter in self._all.items()}
-        return self._in_use[labels]
+        return {name: meter.labels(*labels) for name, meter in self._all.items()}
 
-    def remove(self, meters: dict[str, Any], *labels: str) -> None:
-        """Remove the meters of a version that is over, unless it has been put back meanwhile."""
-        if self._in_use.get(labels) is meters:
-            del self._in_use[labels]
-            for meter in self._all.values():
-                meter.remove(*labels)
+    def remove(self, *labels: str) -> None:
+        """Show the meters of a version no more."""
+        for meter in self._all.values():
+            meter.remove(*labels)
 
 
 class _Record:
@@ -222,7 +218,7 @@ class Batcher:
     """
 
     def __init__(self, policy: Any, name: str, version: str, options: BatchOptions, meters: Meters) -> None:
-        self.policy, self.name, self.version = policy, name, version
+        self.policy, self.version = policy, version
         self._options = options
         self.book = SessionBook(policy, options.max_sessions, options.idle_after)
         self._waiting: deque[ActRequest] = deque()
@@ -230,7 +226,7 @@ class Batcher:
         self._acting = threading.Lock()
         self._is_closing = False
         self._weights = 0
-        self.meters, self._meters = meters, meters.of(name, version)
+        self._meters = meters.of(name, version)
         self._meters["waiting"].set_function(lambda: len(self._waiting))
         self._meters["sessions"].set_function(lambda: len(self.book))
         self._thread = threading.Thread(target=self._run, name=f"rollflow batches of {version}", daemon=True)
@@ -274,7 +270,6 @@ class Batcher:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(_CLOSE_SECONDS)
-        self.meters.remove(self._meters, self.name, self.version)
 
     # In the thread
 
@@ -363,7 +358,7 @@ class Shelf:
         for name, least in (("max_batch", 1), ("max_wait", 0), ("max_waiting", 1), ("max_sessions", 1)):
             if not (value := getattr(self._options, name)) >= least:
                 raise ValueError(f"{name} is {value}, expected at least {least}")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._versions: dict[str, dict[str, Batcher]] = {}  # name -> version -> batches, the newest last
         self._is_closed = False
 
@@ -423,13 +418,8 @@ class Shelf:
 
         Raises UnknownPolicyError, OverloadedError or ClosedError.
         """
-        for _ in range(3):  # the version may be closed just then
-            try:
-                return self._batcher_for(name, request.session, request.begins, version).submit(request)
-            except ClosedError:
-                if self._is_closed:
-                    raise
-        raise ClosedError(f"versions of policy '{name}' come and go too fast; ask again")
+        with self._lock:  # so that the version is not closed just then
+            self._batcher_for(name, request.session, request.begins, version).submit(request)
 
     def forget(self, name: str, session: Hashable) -> bool:
         """Release a session's memory; False where none is there. Raises UnknownPolicyError."""
@@ -454,6 +444,7 @@ class Shelf:
                 for version, batcher in list(versions.items()):
                     if not batcher.has_sessions(now) and version != newest:
                         over.append((name, versions.pop(version)))
+                        self.meters.remove(name, version)  # it may be put back before this one is closed
         for name, batcher in over:
             batcher.close()
             _log.info("policy '%s': version %s is over", name, batcher.version)

@@ -67,9 +67,9 @@ def served(
     shelf.close()
 
 
-def value_of(shelf: Any, meter: str) -> float:
-    """The value of a meter of version "1" of policy "a", of a shelf or a batcher."""
-    value = shelf.meters.registry.get_sample_value(f"rollflow_serve_{meter}", {"policy": "a", "version": "1"})
+def value_of(meters: Any, meter: str) -> float:
+    """The value of a meter of version "1" of policy "a", among `Meters`."""
+    value = meters.registry.get_sample_value(f"rollflow_serve_{meter}", {"policy": "a", "version": "1"})
     assert value is not None
     return float(value)
 

@@ -18,15 +18,15 @@ def batcher_of(policy: Any, **options: Any) -> Batcher:
 
 
 def test_what_waits_acts_in_one_pass() -> None:
-    held, front = Held(policy_of(Echo)), Taking()
-    batcher = batcher_of(held, max_batch=4)
+    held, front, meters = Held(policy_of(Echo)), Taking(), Meters()
+    batcher = Batcher(held, "a", "1", BatchOptions(max_batch=4), meters)
     batcher.submit(front.request(0.0, "first"))
     held.begun.acquire()
     for number in range(1, 7):
         batcher.submit(front.request(float(number), number))
     held.go.release(3)
     answers = front.take(7)
-    sizes = [value_of(batcher, "actions_total"), value_of(batcher, "batch_size_count")]
+    sizes = [value_of(meters, "actions_total"), value_of(meters, "batch_size_count")]
     batcher.close()
     assert held.sizes == [1, 4, 2]
     assert {ticket: first_of(answer) for ticket, answer in answers.items()} == {"first": 0.0} | {

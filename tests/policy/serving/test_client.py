@@ -280,7 +280,7 @@ def test_a_failed_pass_says_so_to_its_requests() -> None:
     with served(policy_of(Echo)) as (shelf, server), client_of(server.url) as client:
         with pytest.raises(ServingError, match="ValueError: thirteen"):
             client.act([13, 0])
-        assert value_of(shelf, "failed_total") == 1
+        assert value_of(shelf.meters, "failed_total") == 1
         assert client.act([12, 0]).tolist() == [12.0, 0.0]
 
 
@@ -318,10 +318,10 @@ def test_a_request_that_comes_again_to_a_full_server_is_acted_on_once() -> None:
                 acted = pool.submit(client.act, [1, 0])
                 assert held.begun.acquire(timeout=30)
                 waiting = pool.submit(other.act, [2, 0])
-                await_that(lambda: value_of(shelf, "waiting") == 1)
+                await_that(lambda: value_of(shelf.meters, "waiting") == 1)
                 wire.go_down()
                 wire.is_down = False
-                await_that(lambda: value_of(shelf, "refused_total") >= 1)
+                await_that(lambda: value_of(shelf.meters, "refused_total") >= 1)
                 held.go.release(10)
                 assert (acted.result(30).tolist(), waiting.result(30).tolist()) == ([1.0, 0.0], [2.0, 0.0])
                 assert client.act([5, 0]).tolist() == [6.0, 0.0]
