@@ -219,64 +219,6 @@ class AgentsBlock(EpisodeRows):
         return AgentsRest(self.episodes[at:], self.ordinal + at, row - int(self.start[at]))
 
 
-class FragmentSteps:
-    """The steps of a module's agents that were made within some rows of a block, and where a fragment has them.
-
-        steps       of the module
-        first, last the environments' episodes that the rows are of, as places in the block
-        begin, end  rows
-        lookback    steps before an agent's first that are there as well
-
-    K episodes of agents have a step in these rows, or wait at their end, slot by slot, in a slot by time:
-
-        which           i64[K]    episode, as in `steps`
-        start, stop     i64[K]    rows of the fragment; row `stop` has the observation behind the last step
-        back            i64[K]    rows of lookback
-        before          i64[K]    steps of the episode before `start`
-        number          i64[K]    of the episode in its slot
-        slot            i64[K]
-        waits, acts     bool[K]   whether the observation behind the last step has an action, or gets one now
-        is_over         bool[K]   whether the episode ends in these rows
-        rows            number of rows, with the lookback and the row behind the last step
-        source, to, at  i64[R]    steps that are copied, and the row and slot that each goes to
-    """
-
-    def __init__(self, steps: ModuleSteps, first: int, last: int, begin: int, end: int, lookback: int) -> None:
-        low, high = (int(each) for each in np.searchsorted(steps.place, [first, last]))
-        offset, stop = steps.start[low:high], steps.stop[low:high]
-        done, until = steps.until(low, high, begin), steps.until(low, high, end)
-        seen = steps.seen[np.minimum(until, max(steps.num_rows - 1, 0))] if high > low else until
-        pending = (until < stop) & (seen <= end)
-        # Without a step in these rows an agent would show lookback that may not be stored.
-        unseen = (until == done) & (steps.t_started[low:high] > 0) & (done - offset < lookback)
-        kept = np.flatnonzero(((until > done) | pending) & ~unseen)
-        kept = kept[np.argsort(steps.slot[low + kept], kind="stable")]
-        self.which: Ints = kept + low
-        self.slot: Ints = steps.slot[self.which]
-        done, until, pending, seen = done[kept], until[kept], pending[kept], seen[kept]
-        count = until - done
-        heads = np.searchsorted(self.slot, self.slot)
-        rows = np.cumsum(count + 1) - count - 1
-        self.number: Ints = np.arange(len(kept)) - heads
-        self.start: Ints = lookback + rows - rows[heads]
-        self.stop: Ints = self.start + count
-        self.back: Ints = np.minimum(done - offset[kept], lookback)
-        self.before: Ints = steps.t_started[self.which] + done - offset[kept]
-        self.waits, self.acts = pending & (seen < end), pending & (seen == end)
-        self.is_over = until == stop[kept]
-        self.rows = int(self.stop.max(initial=lookback)) + 1
-        lengths = self.back + count + pending
-        self.source: Ints = ranges(done - self.back, lengths)
-        self.to: Ints = ranges(self.start - self.back, lengths)
-        self.at: Ints = np.repeat(self.slot, lengths)
-
-    def scattered(self, items: Any, slots: int) -> Any:
-        """Items of the steps that are copied, any[R, ...], where they go to: a new array any[rows, slots, ...]."""
-        array = np.zeros((self.rows, slots, *items.shape[1:]), items.dtype)
-        array[self.to, self.at] = items
-        return array
-
-
 class StoredAgents(MultiAgentFragment):
     """Fragment of stored env steps: one environment, whose episodes stand one behind the other.
 
@@ -334,33 +276,58 @@ def _part(
 
     places       environments' episodes in the block
     env_clock    of the environment
+
+    K episodes of agents have a step in these rows, or wait at their end, slot by slot, in a slot by time.
     """
-    made, module = FragmentSteps(steps, *places, *rows, lookback), steps.module
-    slots, which = len(module.agents), made.which
-    ids = {
-        key: str(module.ids[each])
-        for key, each in zip(
-            zip(made.slot.tolist(), made.number.tolist(), strict=True), steps.episodes[which].tolist(), strict=True
-        )
-    }
+    module, slots, (first_row, last_row) = steps.module, len(steps.module.agents), rows
+    low, high = (int(each) for each in np.searchsorted(steps.place, places))
+    done, until = steps.until(low, high, first_row), steps.until(low, high, last_row)
+    seen = steps.seen[np.minimum(until, max(steps.num_rows - 1, 0))] if high > low else until
+    pending = (until < steps.stop[low:high]) & (seen <= last_row)
+    # Without a step in these rows an agent would show lookback that may not be stored.
+    unseen = (until == done) & (steps.t_started[low:high] > 0) & (done - steps.start[low:high] < lookback)
+    kept = np.flatnonzero(((until > done) | pending) & ~unseen)
+    kept = kept[np.argsort(steps.slot[low + kept], kind="stable")]
+    which = kept + low  # i64[K], as are the following ones
+    slot, done, until, pending, seen = steps.slot[which], done[kept], until[kept], pending[kept], seen[kept]
+    heads = np.searchsorted(slot, slot)
+    number = np.arange(len(kept)) - heads
+    begins_at = np.cumsum(until - done + 1) - (until - done) - 1
+    start = lookback + begins_at - begins_at[heads]
+    stop = start + until - done  # the row that has the observation behind the last step
+    back = np.minimum(done - steps.start[which], lookback)
+    before = steps.t_started[which] + done - steps.start[which]  # steps of the episode
+    waits, acts = pending & (seen < last_row), pending & (seen == last_row)
+    is_over = until == steps.stop[which]
+    num_rows = int(stop.max(initial=lookback)) + 1
+    lengths = back + until - done + pending
+    source, to, at_slot = ranges(done - back, lengths), ranges(start - back, lengths), np.repeat(slot, lengths)
+
+    def scattered(items: Any) -> Any:
+        """Items of the steps that are copied, any[R, ...], where they go to: a new array any[rows, slots, ...]."""
+        array = np.zeros((num_rows, slots, *items.shape[1:]), items.dtype)
+        array[to, at_slot] = items
+        return array
+
+    keys = list(zip(slot.tolist(), number.tolist(), strict=True))
+    ids = {key: str(module.ids[each]) for key, each in zip(keys, steps.episodes[which].tolist(), strict=True)}
     # A slot without an episode here has no id; nor is one asked for, but of the first, by which lanes are told apart.
     layout = FragmentLayout(
         slots,
-        made.rows - 1 - lookback,
+        num_rows - 1 - lookback,
         lookback,
         module.action_space,
         False,
         lambda slot, number: ids.get((slot, number), ""),
     )
-    taken = {name: steps.steps.taken(name, made.source) for name in module.columns}
-    trees = {name: map_tree(lambda leaf: made.scattered(leaf, slots), tree) for name, tree in taken.items()}
-    clock = made.scattered(steps.seen[made.source], slots)
-    closed = np.flatnonzero(~(made.waits | made.acts))
-    at = made.stop[closed], made.slot[closed]
+    trees = {name: map_tree(scattered, steps.steps.taken(name, source)) for name in module.columns}
+    clock = scattered(steps.seen[source])
+    closed = np.flatnonzero(~(waits | acts))
+    at = stop[closed], slot[closed]
     map_tree(lambda leaf, last: leaf.__setitem__(at, last[which[closed]]), trees[Columns.OBS], steps.steps.last_obs)
     clock[at] = steps.last_seen[which[closed]]
-    starts, heads = np.full(slots, lookback), made.number == 0
-    starts[made.slot[heads]] = (made.start - made.before)[heads]
+    starts = np.full(slots, lookback)
+    starts[slot[number == 0]] = (start - before)[number == 0]
     part = AgentFragment(
         layout,
         0,
@@ -370,36 +337,34 @@ def _part(
         part=AgentPart(module.agents, module.observation_space, module.action_space),
         env_clock=env_clock,
         clock=clock,
-        module_of=np.zeros((made.rows, slots), np.int16),
+        module_of=np.zeros((num_rows, slots), np.int16),
     )
     part.observation_space = module.observation_space
-    has_steps = np.flatnonzero(made.start < made.stop)
-    kept, over = which[has_steps], made.is_over[has_steps]
+    has_steps = start < stop
     part.chunks = ChunkIndex(
-        slot=made.slot[has_steps],
-        number=made.number[has_steps],
-        start=made.start[has_steps],
-        stop=made.stop[has_steps],
-        t_started=made.before[has_steps],
-        lookback=made.back[has_steps],
-        terminated=steps.terminated[kept] & over,
-        truncated=steps.truncated[kept] & over,
+        slot=slot[has_steps],
+        number=number[has_steps],
+        start=start[has_steps],
+        stop=stop[has_steps],
+        t_started=before[has_steps],
+        lookback=back[has_steps],
+        terminated=(steps.terminated[which] & is_over)[has_steps],
+        truncated=(steps.truncated[which] & is_over)[has_steps],
     )
     extra = [name for name in module.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
     part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
     if steps.steps.initial is not None:
-        begins = np.flatnonzero(made.before == 0)
+        begins = np.flatnonzero(before == 0)
         states = map_tree(lambda leaf: leaf[which[begins]], steps.steps.initial)
-        part.record_starts(made.start[begins], made.slot[begins], states)
-    keys = list(ids)
+        part.record_starts(start[begins], slot[begins], states)
     part.waits, part.acts = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
-    part.waits[made.slot[made.waits]] = part.acts[made.slot[made.acts]] = True
-    for place in np.flatnonzero(made.is_over).tolist():
+    part.waits[slot[waits]] = part.acts[slot[acts]] = True
+    for place in np.flatnonzero(is_over).tolist():
         key, episode = keys[place], int(which[place])
-        part.ends[int(made.stop[place]) - 1, key[0]] = int(steps.last_seen[episode])
+        part.ends[int(stop[place]) - 1, key[0]] = int(steps.last_seen[episode])
         lost = module.lost.get(int(steps.episodes[episode]))
         mark_end(part.custom_data, key, is_cut=bool(steps.is_cut[episode]), lost=lost)
     stops = np.full(slots, lookback)
-    stops[made.slot] = made.stop  # of the last in each slot
+    stops[slot] = stop  # of the last in each slot
     part.seal_at(stops)
     return part
