@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from rollflow.nodes.offloaded.fragment_message import described, message_of_lane
 from rollflow.stream import wire
 from rollflow.stream.data.blocks import ArrayPlaces, BlockPool, SharedBlock, block_under, root_of
-from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-from rollflow.stream.wire.codec.value import decode_lent, encode_value
+from rollflow.stream.wire.codec.value import DTYPES, decode_lent, encode_value
 
 Plain = dict[str, Any]
 _Roots = dict[SharedBlock, NDArray[np.uint8]]
@@ -31,7 +31,7 @@ class FragmentWriter:
         self._lane = lane
         self._lent: dict[int, NDArray[np.uint8]] = {}  # by the index of the block
         self._pools: dict[int, BlockPool[SharedBlock]] = {}  # of blocks for copies, by size
-        self._columns = b""  # as they were told last
+        self._told: Plain = {}  # of columns, last
         self._rows = -1  # in these columns; -1: they are not all in one block of the lane's
 
     def write(self, fragment: AnyFragment) -> Plain:
@@ -67,13 +67,15 @@ class FragmentWriter:
     def _placed(self, fragment: AnyFragment) -> tuple[_Roots, Plain]:
         """Blocks of a fragment, and what is to be said; the columns only if they were told otherwise last."""
         message = message_of_lane(self._lane, 0, fragment, {})
-        columns: Any = message.columns
+        dtypes = [_local_dtype(leaf) for leaf in leaves_of(message.columns)]
+        columns: Any = map_tree(_lent, message.columns) if any(dtypes) else message.columns
         leaves = leaves_of(columns)
         places = ArrayPlaces(leaves, self._pools)
-        told, _ = encode_value(columns, "columns", places.put)
-        fields = {"rest": message.rest} if told == self._columns else {"rest": message.rest, "columns": told}
-        self._columns = told
-        self._rows = -1 if places.copied or len(places.roots) != 1 else min(map(len, leaves))
+        told = {"columns": encode_value(columns, "columns", places.put)[0], "dtypes": dtypes}
+        fields = {"rest": message.rest} | ({} if told == self._told else told)
+        self._told = told
+        holds_values = not all(leaf.dtype.str in DTYPES for leaf in leaves)  # objects: other ones in each fragment
+        self._rows = -1 if places.copied or holds_values or len(places.roots) != 1 else min(map(len, leaves))
         return places.roots, fields
 
 
@@ -91,6 +93,7 @@ class FragmentReader:
         self._lane, self._hands_on = lane, hands_on
         self._blocks: dict[int, SharedBlock] = {}
         self._columns = b""  # as they were told last
+        self._dtypes: list[str] = []  # which came with them
         self._forms: Any = None  # which came with them
 
     def map(self, index: int, block: SharedBlock) -> None:
@@ -103,11 +106,28 @@ class FragmentReader:
         """The message of a fragment, with its columns where they lie."""
         rest: Plain = fields["rest"]
         if "columns" in fields:
-            self._columns, self._forms = fields["columns"], rest.get("forms")
+            self._columns, self._dtypes, self._forms = fields["columns"], fields["dtypes"], rest.get("forms")
         columns = decode_lent(self._columns, [self._array(index) for index in fields["blocks"]])
+        if any(self._dtypes):
+            dtypes = iter(self._dtypes)
+            columns = map_tree(lambda leaf: leaf.view(name)[..., 0] if (name := next(dtypes)) else leaf, columns)
         return wire.Fragment(self._lane, 1, columns, {"forms": self._forms} | rest)
 
     def _array(self, index: int) -> NDArray[np.uint8]:
         array = self._blocks[index].array()
         weakref.finalize(array, self.freed.append, index).atexit = False
         return array
+
+
+def _local_dtype(array: NDArray[Any]) -> str:
+    """Name of a dtype that the codec has no form for, or one by value, and that memory has; empty for others."""
+    dtype = array.dtype
+    return dtype.str if dtype.kind in "iufcmMUS" and dtype.itemsize and dtype.str not in DTYPES else ""
+
+
+def _lent(array: NDArray[Any]) -> NDArray[Any]:
+    """An array any[...], or its bytes u8[..., itemsize] where the codec has no form for its dtype."""
+    if not _local_dtype(array):
+        return array
+    plain = np.ascontiguousarray(array)
+    return np.ndarray((*array.shape, array.dtype.itemsize), np.uint8, plain)
