@@ -2,6 +2,7 @@
 
 import abc
 import logging
+import os
 import select
 import selectors
 import socket
@@ -30,6 +31,7 @@ from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
+from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import Wait
 
@@ -53,6 +55,8 @@ class LaneLink(LaneStatus, abc.ABC):
         super().__init__(index, LanePhase.MAKING)
         self.node: Any = node
         self.sock: socket.socket | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._kept: deque[tuple[bytes, Descriptor | None]] = deque()  # frames for which the socket has no room yet
         self._maker = pickled(maker, [(f"the environments of lane {index}", maker)])
         self._reader = FrameReader()
         self.activity = ActivityFlag()
@@ -137,13 +141,14 @@ class LaneLink(LaneStatus, abc.ABC):
         """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, handler)
-        self.sock, self._reader = sock, FrameReader()
+        self.sock, self._selector, self._reader = sock, selector, FrameReader()
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Have the socket watched no more."""
+        """Have the socket watched no more, and drop what is still to be sent."""
         if self.sock is not None:
             selector.unregister(self.sock)
-            self.sock = None
+            self.sock = self._selector = None
+            self._kept.clear()
             self.activity = ActivityFlag()
 
     def make(self) -> None:
@@ -161,22 +166,37 @@ class LaneLink(LaneStatus, abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame and its descriptor. Where the worker has gone, or takes none for long, `receive` says so.
+        """Send a frame and its descriptor as soon as there is room. Where the worker has gone, `receive` says so."""
+        if self._kept or not self._is_sent(data, fd):
+            self._kept.append((data, None if fd < 0 else Descriptor(os.dup(fd))))
+            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
 
-        Frames are small and few: there is room for them, unless the process is stopped.
-        """
+    def send_kept(self) -> None:
+        """Send of what is kept as much as there is room for now."""
+        if not self._kept:
+            return
+        while self._kept:
+            data, descriptor = self._kept[0]
+            if not self._is_sent(data, -1 if descriptor is None else descriptor.fd):
+                return
+            self._kept.popleft()
+        self._watch(selectors.EVENT_READ)
+
+    def _is_sent(self, data: bytes, fd: int) -> bool:
+        """Whether there was room for a frame, which is too small to be cut, or nobody will read it."""
         assert self.sock is not None
         try:
             _ = self.sock.send(data) if fd < 0 else socket.send_fds(self.sock, [data], [fd])
+        except BlockingIOError:
+            return False
         except (BrokenPipeError, ConnectionResetError):
             pass
-        except BlockingIOError:
-            poll = select.poll()
-            poll.register(self.sock, select.POLLOUT)
-            if poll.poll(1e3 * backoff.times.close_s):
-                self.send(data, fd)
-            else:
-                self.sock.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _watch(self, events: int) -> None:
+        assert self.sock is not None
+        assert self._selector is not None
+        self._selector.modify(self.sock, events, self._selector.get_key(self.sock).data)
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
@@ -376,6 +396,7 @@ class WorkerNode(LanesElsewhere):
     # Answers
 
     def _heard_from(self, link: LaneLink) -> Iterator[Any]:
+        link.send_kept()
         frames = link.receive()
         if frames is None:
             yield from self._process_lost(link.worker)

@@ -1,10 +1,12 @@
 """Frames to a worker: they come in order with their descriptors, and none is waited for that does not read."""
 
+import gc
 import os
 import selectors
 import socket
 import tempfile
 from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,6 +14,7 @@ from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.workers.frames import FrameKind, frame, receive_frame
 from rollflow.nodes.env.workers.process_environments import EnvLink
+from rollflow.nodes.env.workers.worker_node import WorkerNode
 
 Ends = tuple[EnvLink, socket.socket, selectors.BaseSelector]
 
@@ -46,9 +49,37 @@ def test_a_worker_that_has_gone_is_found_by_reading(ends: Ends) -> None:
     assert link.receive() is None
 
 
-@pytest.mark.wait_times(close_s=0.05)
-def test_a_worker_that_takes_no_frames_has_gone(ends: Ends) -> None:
-    link, _, _ = ends
-    for _ in range(2000):  # more than the socket has room for
+def count_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_a_full_socket_has_no_room_for_is_kept_and_comes_in_order_with_its_descriptors(ends: Ends) -> None:
+    link, theirs, selector = ends
+    before = count_descriptors()
+    with tempfile.TemporaryFile() as file:
+        for number in range(2000):
+            link.send(frame(FrameKind.BLOCK, number=number), file.fileno() if number % 100 == 0 else -1)
+    assert [key.events for key in selector.get_map().values()] == [selectors.EVENT_READ | selectors.EVENT_WRITE]
+    came = []
+    for _ in range(2000):
+        came.append(receive_frame(theirs))
+        list(WorkerNode._heard_from(MagicMock(), link))
+    assert [each.number for each in came] == list(range(2000))
+    assert [each.number for each in came if each.fd >= 0] == list(range(0, 2000, 100))
+    assert [key.events for key in selector.get_map().values()] == [selectors.EVENT_READ]  # none is woken for room
+    for each in came:
+        each.discard()
+    assert count_descriptors() == before
+
+
+def test_what_is_kept_is_given_back_when_it_is_dropped(ends: Ends) -> None:
+    link, _, selector = ends
+    before = count_descriptors()
+    while not link._kept:
         link.send(frame(FrameKind.TURN))
-    assert link.receive() is None
+    with tempfile.TemporaryFile() as file:
+        link.send(frame(FrameKind.BLOCK), file.fileno())
+    assert count_descriptors() == before + 1
+    link.disconnect(selector)
+    assert count_descriptors() == before
