@@ -51,7 +51,7 @@ def test_a_step_that_hangs_is_shown_with_its_line_and_goes_on(tmp_path: Path, sh
 def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, shown: Says) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="processes", **WATCHED)
-    worker = rollout.environments._workers[0].pid
+    worker = rollout.environments._workers[0].process.pid
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_held(tmp_path, 0)
         await_blocker(rollout, "env")

@@ -222,7 +222,7 @@ class TrainSteps:
         Raises ConnectorError for a batch whose columns have a time axis.
         """
         self._refuse_rows(column)
-        in_list_form = all(isinstance(data, list) or is_keyed_by_episode(data) for data in self.batch.values())
+        in_list_form = is_in_list_form(self.batch)
         tensors = [leaf for data in self.batch.values() for leaf in leaves_of(data) if torch.is_tensor(leaf)]
         self.batch.pop(column, None)
         if self._fragments is not None or not in_list_form:
@@ -285,6 +285,11 @@ class StepsConnector(ConnectorV2):
 def tensors_of(arrays: Tree, device: torch.device) -> Tree:
     """A tree of arrays, or of tensors, as tensors on a device; what is read-only is copied."""
     return map_tree(lambda leaf: (leaf if torch.is_tensor(leaf) else tensor_of(leaf)).to(device), arrays)
+
+
+def is_in_list_form(batch: Batch) -> bool:
+    """True if no column has been made an array."""
+    return all(isinstance(data, list) or is_keyed_by_episode(data) for data in batch.values())
 
 
 def _shapes_of(items: Tree) -> str:
@@ -382,7 +387,7 @@ def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
     return [info_of(fragment.infos[row], at) for row, at in zip(rows.tolist(), slot.tolist(), strict=True)]
 
 
-class AddNextObservationsFromEpisodesToTrainBatch(StepsConnector):
+class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
     """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
 
     Where a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
@@ -390,10 +395,26 @@ class AddNextObservationsFromEpisodesToTrainBatch(StepsConnector):
     kinds.
     """
 
-    keeps = (Columns.NEXT_OBS,)
+    columnar = True
+    pipelines = ("learner",)
+    changes_episodes = False
 
-    def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
-        return {Columns.NEXT_OBS: steps.next_observations()} if len(steps) else {}
+    @module_by_module
+    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        if Columns.NEXT_OBS in batch or not len(episodes):
+            return batch
+        steps = TrainSteps(episodes, batch, shared_data)
+        if isinstance(episodes, FragmentEpisodes) or Columns.OBS in batch or not is_in_list_form(batch):
+            if len(steps):
+                steps.put(Columns.NEXT_OBS, steps.next_observations())
+            return batch
+        self._add_of_episodes(
+            batch,
+            episodes,
+            lambda each: {Columns.NEXT_OBS: each.get_observations(slice(1, len(each) + 1))},
+            learns=True,
+        )
+        return batch
 
 
 class AddOneTsToEpisodesAndTruncate(ConnectorV2):

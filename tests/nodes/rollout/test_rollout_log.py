@@ -218,7 +218,7 @@ async def test_other_tasks_go_on_while_a_log_is_written_to_its_end(monkeypatch: 
         await to_thread.run_sync(is_writing.wait)
         other_went_on.set()
 
-    monkeypatch.setattr(destinations, "KINDS", {"patient": lambda target: Patient()})
+    monkeypatch.setattr(destinations, "KINDS", {"patient": (lambda target: Patient(), "", "")})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(other)
         async with Rollout(
