@@ -396,11 +396,13 @@ class TrainerStream:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they are taken again, and the next try raises again.
             trace.begin(MAKES)
-            item = self._item_maker.item_of(arrived)
+            try:
+                item = self._item_maker.item_of(arrived)
+            finally:
+                trace.begin(WAITS)
             del self._taken[: len(arrived)]
             if item is not None:
                 break
-            trace.begin(WAITS)
             self._be_done_with([*arrived, *self._left_out])  # agents may wait all the while
             self._left_out = []
         version = self.version

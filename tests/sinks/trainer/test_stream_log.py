@@ -5,6 +5,7 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from feeding_rollouts import fed, rollout_of, trainer
@@ -13,7 +14,7 @@ from traces import arrows, assert_valid, events_of, processes, tracks
 
 from rollflow import TrainerStream, Watch
 from rollflow.sinks import Batches
-from rollflow.stream.data.errors import MetricsError
+from rollflow.stream.data.errors import MetricsError, RunError
 from rollflow.stream.observe.run_socket import snapshots
 
 
@@ -97,6 +98,15 @@ def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Pa
     assert [(begins[0], ends) for begins, ends in arrows(of_trainer)] == expected
     assert processes(of_feed) == ["rollflow feed"]
     assert {f"rollout/lane {lane}" for lane in range(2)} <= tracks(of_feed).keys()
+
+
+def test_a_batch_that_can_not_be_made_is_not_made_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = trainer(watch=Watch(trace=str(tmp_path / "trainer.trace")))
+    monkeypatch.setattr(stream._item_maker, "item_of", Mock(side_effect=RunError("none can be made")))
+    with fed(stream, rollout_of([0], num_fragments=1)), pytest.raises(RunError, match="none can be made"):
+        next(iter(stream))
+    names = [each["name"] for _, _, each in tracks(events_of(tmp_path / "trainer.trace"))["loop"]]
+    assert names[-2:] == ["makes its batch", "waits for a batch"]
 
 
 @pytest.mark.parametrize(
