@@ -5,13 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from feeding_rollouts import trainer
 
-from rollflow import Rollout
+from rollflow import Fragment as RolloutFragment, Rollout
 from rollflow.nodes.offloaded.fragment_message import PartSpaces
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
@@ -100,6 +101,10 @@ def test_rounds_are_taken_that_are_whole() -> None:
     assert [taken_of(rounds, source) for _ in range(3)] == [[1, 2], [3, 4], []]
     rounds.waiting = rounds.joined(items[5:])
     assert [taken_of(rounds, source), taken_of(rounds), taken_of(rounds)] == [[5, 6], [7], []]  # nothing more comes
+    rounds, lanes = ItemRounds(1, by_lane=True), (2, 0, 2, 1, 0)
+    items = [ArrivedItem(source, n, Mock(spec=RolloutFragment, lane=lane), None) for n, lane in enumerate(lanes)]
+    rounds.waiting = rounds.joined(items)
+    assert [taken_of(rounds, source), taken_of(rounds, source)] == [[0, 1, 3], [2, 4]]  # as they came
 
 
 @pytest.mark.parametrize(("count", "by_lane"), [(2, False), (None, False), (1, True)], ids=["2", "lanes", "rounds"])
