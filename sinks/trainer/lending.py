@@ -14,6 +14,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,13 @@ class FragmentLender:
     def send(self, message: wire.Fragment) -> None:
         """Send a fragment, or a train batch, with its arrays lent; with copies if they may not be lent as well."""
         assert self._loans is not None
-        lent = self._lent(message, self._loans)
-        self._loans.connection.send(message if lent is None else lent)
+        loans, leaves = self._loans, [leaf for tree in message.columns.values() for leaf in leaves_of(tree)]
+        size = sum([leaf.nbytes for leaf in leaves])
+        if self._has_room(size):
+            self._lend(message, leaves, size, loans)
+        else:
+            loans.tell_of_gone()
+            loans.connection.send(message)
 
     def take_back(self, message: wire.BlocksReleased) -> None:
         """Take back blocks that nobody reads any more. Raises WireError for one that was not lent."""
@@ -107,12 +113,8 @@ class FragmentLender:
         if block not in self._descriptors:
             self._descriptors[block] = Descriptor(os.dup(block.fd))
 
-    def _lent(self, message: wire.Fragment, loans: "_Loans") -> wire.Lent | None:
-        """The message of a fragment that is lent from now on; None: it may not be lent as well."""
-        leaves = [leaf for tree in message.columns.values() for leaf in leaves_of(tree)]
-        size = sum([leaf.nbytes for leaf in leaves])
-        if not self._has_room(size):
-            return None
+    def _lend(self, message: wire.Fragment, leaves: list[NDArray[Any]], size: int, loans: "_Loans") -> None:
+        """Send a fragment with its arrays lent, so many bytes of them."""
         # A train batch may be written to by the trainer, and would come as something else if it were sent again.
         places = ArrayPlaces(leaves, self._pools, () if is_batch(message) else self._descriptors)
         columns, _ = encode_value(message.columns, "columns", places.put)
@@ -120,9 +122,10 @@ class FragmentLender:
             if block not in self._descriptors:
                 self._keep_descriptor(block)
         blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in places.roots])
-        loans.lend(blocks, [*places.roots.values()], size)
         new, gone = loans.news()
-        return wire.Lent(message.lane, message.number, blocks, columns, message.rest, new, gone)
+        loans.connection.send(wire.Lent(message.lane, message.number, blocks, columns, message.rest, new, gone))
+        loans.told(new, gone)
+        loans.lend(blocks, [*places.roots.values()], size)
 
 
 class _Loans:
@@ -157,9 +160,21 @@ class _Loans:
         return number
 
     def news(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """Take the numbers and bytes of blocks that are new, and the numbers of blocks that there are no more."""
-        new, self._new = tuple(self._new), []
-        return new, tuple([self._gone.popleft() for _ in range(min(len(self._gone), 1024))])
+        """The numbers and bytes of blocks that are new, and the numbers of blocks that there are no more."""
+        return tuple(self._new), tuple([self._gone[place] for place in range(min(len(self._gone), 1024))])
+
+    def told(self, new: tuple[tuple[int, int], ...], gone: tuple[int, ...]) -> None:
+        """Tell no more of what the trainer was told of."""
+        del self._new[: len(new)]
+        for _ in gone:
+            self._gone.popleft()
+
+    def tell_of_gone(self) -> None:
+        """Tell the trainer of blocks that there are no more, once it knows all that there were."""
+        new, gone = self.news()
+        if gone and not new:
+            self.connection.tell(wire.BlocksReleased(gone))
+            self.told(new, gone)
 
     def lend(self, numbers: tuple[int, ...], roots: list[NDArray[Any]], nbytes: int) -> None:
         """Keep blocks from being written again: their arrays, so many bytes of which were lent."""
@@ -211,14 +226,18 @@ class FragmentBorrower:
         for number, size in message.new:
             self._map(number, size)
         blocks = [self._array_over(number) for number in message.blocks]
-        for number in message.gone:
-            if self._blocks.pop(number, None) is None:
-                raise WireError(f"lent: block {number} is gone, expected one that there is", "memory")
+        self.forget(message.gone, message.kind)
         columns = decode_lent(message.columns, blocks)
         if message.columns not in self._checked:
             columns = _COLUMNS(columns, "lent.columns")
             self._checked = {message.columns, *list(self._checked)[:_MOST_CHECKED]}
         return Fragment(message.lane, message.number, columns, message.rest)
+
+    def forget(self, blocks: Sequence[int], kind: str) -> None:
+        """Forget blocks that a message of this kind says are gone. Raises WireError for one that there is not."""
+        for number in blocks:
+            if self._blocks.pop(number, None) is None:
+                raise WireError(f"{kind}: block {number} is gone, expected one that there is", "memory")
 
     def freed(self) -> tuple[int, ...]:
         """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""
@@ -253,10 +272,16 @@ def _give_back(life: Descriptor, freed: deque[int], number: int) -> None:
     freed.append(number)
 
 
-def fragment_in(message: Fragment | Lent, borrower: FragmentBorrower | None) -> Fragment:
-    """The fragment of a message. Raises WireError if arrays lie in no block, or the connection lends none."""
+def fragment_in(message: Fragment | Lent | wire.BlocksReleased, borrower: FragmentBorrower | None) -> Fragment | None:
+    """The fragment of a message; None: it is of blocks that are gone.
+
+    Raises WireError if arrays lie in no block, or the connection lends none.
+    """
     if isinstance(message, Fragment):
         return message
     if borrower is None:
-        raise WireError("lent through a socket that no memory is shared by, expected none", "order")
-    return borrower.fragment(message)
+        raise WireError(f"{message.kind} through a socket that no memory is shared by, expected none", "order")
+    if isinstance(message, Lent):
+        return borrower.fragment(message)
+    borrower.forget(message.blocks, message.kind)
+    return None

@@ -241,8 +241,10 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.leave()
-            case wire.Fragment() | wire.Lent():
-                arrived = source.read(fragment_in(event, peer.borrower))
+            case wire.Fragment() | wire.Lent() | wire.BlocksReleased():
+                if (fragment := fragment_in(event, peer.borrower)) is None:
+                    return
+                arrived = source.read(fragment)
                 self.weights.raise_to(arrived.policy_version or 0)
                 self.arrived.append(arrived)
                 self.trace.arrives(arrived, now)

@@ -129,13 +129,21 @@ class TrainerConnection(Acceptor):
 
         Hello                             the source has proved itself: answer with `welcome` or `refuse`
         Fragment, Lent                    the fragments of the stream, each once and in order
+        BlocksReleased                    blocks in which nothing more will be lent
         LaneJoined, LaneLeft, Finished
         Goodbye, ConnectionBroken         the end
     """
 
     roles = "trainer", "rollout"
     accepts = "source"
-    takes = messages.Fragment, messages.Lent, messages.LaneJoined, messages.LaneLeft, messages.Finished
+    takes = (
+        messages.Fragment,
+        messages.Lent,
+        messages.BlocksReleased,
+        messages.LaneJoined,
+        messages.LaneLeft,
+        messages.Finished,
+    )
     session: TrainerSession | None = None
     _is_first = True  # the next fragment is the first of this connection
 

@@ -79,8 +79,9 @@ class Pair:
         """Return the items that have come to the trainer."""
         fragments = []
         for event in self.to_trainer():
-            assert isinstance(event, Lent | Fragment), event
-            fragments.append(fragment_in(event, self.borrower))
+            assert isinstance(event, Lent | Fragment | BlocksReleased), event
+            if (fragment := fragment_in(event, self.borrower)) is not None:
+                fragments.append(fragment)
         return fragments
 
     def give_back(self) -> tuple[int, ...]:

@@ -209,7 +209,10 @@ class Lent(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlocksReleased(WireMessage):
-    """Trainer to source: it has stopped reading from these blocks; each mention ends one lending."""
+    """Trainer to source: it has stopped reading from these blocks; each mention ends one lending.
+
+    Source to trainer: nothing more will be lent in them.
+    """
 
     kind = "free"
     blocks: BlockNumbers

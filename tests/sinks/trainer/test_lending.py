@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -196,6 +197,37 @@ def test_blocks_that_there_are_no_more_are_forgotten_and_what_was_lent_in_them_i
     assert len(files_mapped() - others - before) == 2
     assert not before & files_mapped()
     assert (other.columns["obs"] == 2).all()
+
+
+def test_blocks_that_there_are_no_more_are_forgotten_while_copies_are_sent(pair: Callable[..., Pair]) -> None:
+    others = files_mapped()
+    ends, gone, lane = pair(SIZE), Lane(), Lane()
+    ends.send(obs=gone.column(1))
+    assert ends.received()
+    ends.give_back()
+    ends.send(obs=lane.column(2))
+    kept = ends.received()
+    before = files_mapped() - others
+    del gone
+    ends.send(obs=lane.column(3))
+    kept += ends.received()
+    assert file_of(kept[1].columns["obs"]) is None
+    assert (len(before), len(before & files_mapped())) == (2, 1)
+
+
+def test_news_that_was_not_sent_comes_with_the_next_fragment(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, lane = pair(), Lane()
+    with monkeypatch.context() as patch:
+        patch.setattr(ends.source, "send", Mock(side_effect=WireError("too large", "frame")))
+        with pytest.raises(WireError, match="too large"):
+            ends.send(obs=lane.column(1))
+    assert ends.lender.nbytes == 0
+    ends.session.given -= 1
+    ends.send(obs=lane.column(2))
+    (fragment,) = ends.received()
+    assert (fragment.columns["obs"] == 2).all()
 
 
 @pytest.mark.parametrize("is_forked", [False, True])

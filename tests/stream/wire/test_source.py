@@ -65,7 +65,7 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
 @pytest.mark.parametrize(
     ("message", "told", "code"),
     [
-        (EXAMPLES["rows"], "rows from a rollout, expected one of fragment, lent, come, aside, finished", "order"),
+        (EXAMPLES["rows"], "rows from a rollout, expected one of fragment, lent, free, come, aside, finished", "order"),
         (EXAMPLES["turn"], "turn from a rollout", "order"),
         (EXAMPLES["metrics"], "metrics from a rollout", "order"),
         (wire.Done(1, 0), "done 1, of which 0 are kept, expected kept <= done < 1, the next to be sent", "number"),
