@@ -74,8 +74,7 @@ class FragmentWriter:
         told = {"columns": encode_value(columns, "columns", places.put)[0], "dtypes": dtypes}
         fields = {"rest": message.rest} | ({} if told == self._told else told)
         self._told = told
-        holds_values = not all(leaf.dtype.str in DTYPES for leaf in leaves)  # objects: other ones in each fragment
-        self._rows = -1 if places.copied or holds_values or len(places.roots) != 1 else min(map(len, leaves))
+        self._rows = -1 if places.copied or len(places.roots) != 1 else min(map(len, leaves))
         return places.roots, fields
 
 
@@ -120,13 +119,13 @@ class FragmentReader:
 
 
 def _local_dtype(array: NDArray[Any]) -> str:
-    """Name of a dtype that the codec has no form for, or one by value, and that memory has; empty for others."""
+    """Name of a dtype of plain memory that can't be lent as it is; empty for others."""
     dtype = array.dtype
     return dtype.str if dtype.kind in "iufcmMUS" and dtype.itemsize and dtype.str not in DTYPES else ""
 
 
 def _lent(array: NDArray[Any]) -> NDArray[Any]:
-    """An array any[...], or its bytes u8[..., itemsize] where the codec has no form for its dtype."""
+    """An array any[...], or its bytes u8[..., itemsize] where it can't be lent as it is."""
     if not _local_dtype(array):
         return array
     plain = np.ascontiguousarray(array)

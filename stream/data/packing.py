@@ -180,13 +180,13 @@ def _array(dtype: str, shape: list[int], data: bytes) -> NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def refusal(value: Any, name: str, cannot: str, arrays: str, packer: type[Packer] = Packer) -> ColumnError:
+def refusal(value: Any, name: str, cannot: str, arrays: str, packer: Callable[[], Packer] = Packer) -> ColumnError:
     """The error for a value that can't be packed: the path to the part from `name`, what can't be done, what can be."""
     plain = "None, bool, numbers, str, bytes, list, tuple, dict"
     return ColumnError(f"{name}{_where_not(value, packer)} can't be {cannot}; expected {plain}, or {arrays}")
 
 
-def _where_not(value: Any, packer: type[Packer], depth: int = _MAX_DEPTH) -> str:
+def _where_not(value: Any, packer: Callable[[], Packer], depth: int = _MAX_DEPTH) -> str:
     """The path to the part of a value that can't be packed, at most `depth` keys long, and the part's type."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, SlotInfos):

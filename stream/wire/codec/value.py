@@ -6,7 +6,7 @@ shared memory, an array is [dtype, [shape…], index of the block, offset into i
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgpack
@@ -33,8 +33,8 @@ Put = Callable[[NDArray[Any]], tuple[int, int]]
 def encode_value(value: Any, name: str, put: Put | None = None) -> tuple[bytes, list[NDArray[np.uint8]]]:
     """Encode a value as a header and the bytes of its arrays, u8[n] each, in the order of the body.
 
-    put    gives the index of a block that an array, little-endian and in C order, lies in, and the offset in it; None:
-           arrays lie in the body
+    put    gives the index of a block that an array, little-endian and in C order, lies in, and the offset in it: there
+           are no arrays of objects and strings, whose values would be in the header; None: arrays lie in the body
 
     The value is made of None, bool, numbers, str, bytes, list, tuple, dict, SlotInfos, numpy arrays and numbers. Arrays
     any[...] in C order and little-endian are not copied. Raises ColumnError for anything else, with the path to it
@@ -44,8 +44,8 @@ def encode_value(value: Any, name: str, put: Put | None = None) -> tuple[bytes, 
     try:
         header = writer.packed(value)
     except UNPACKABLE as error:
-        arrays = "numpy arrays of bool, int, uint, float, complex or objects"
-        raise refusal(value, name, "sent", arrays, _Writer) from error
+        arrays = f"numpy arrays of bool, int, uint, float{', complex or objects' if put is None else ' or complex'}"
+        raise refusal(value, name, "sent", arrays, _Writer if put is None else _lending_writer) from error
     scan(header)
     return header, writer.arrays
 
@@ -92,7 +92,7 @@ class _Writer(Packer):
 
     def _array(self, array: NDArray[Any]) -> Any:
         check_plain(array)
-        if array.dtype.kind in "OUS":
+        if array.dtype.kind in "OUS" and self._put is None:
             return self._objects(array)
         plain = array
         if array.dtype not in _NAMES or not array.flags.c_contiguous:
@@ -104,6 +104,9 @@ class _Writer(Packer):
         self.arrays.append(plain.reshape(-1).view(np.uint8))
         self._offset += plain.nbytes + -plain.nbytes % 8
         return msgpack.ExtType(ARRAY, description)
+
+
+_lending_writer = partial(_Writer, lambda array: (0, 0))  # to find what can't be lent
 
 
 class _Reader:

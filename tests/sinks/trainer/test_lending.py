@@ -119,10 +119,12 @@ def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(pair: Callable[
     assert (column == 1).all()
 
 
-def test_what_has_no_form_is_refused(pair: Callable[..., Pair]) -> None:
+@pytest.mark.parametrize("dtype", ["clongdouble", "U2", "S2", "O"])
+def test_what_has_no_form_is_refused(pair: Callable[..., Pair], dtype: str) -> None:
     ends = pair()
-    with pytest.raises(ColumnError, match=r"columns\['obs'\]: .* can't be sent; expected .* numpy arrays of bool"):
-        ends.send(obs=np.zeros(3, np.clongdouble))
+    told = r"columns\['obs'\]: .* can't be sent; expected .* numpy arrays of bool, int, uint, float or complex"
+    with pytest.raises(ColumnError, match=told):
+        ends.send(seen=np.zeros(3), obs=np.zeros(3, dtype))
 
 
 def test_a_block_is_written_again_only_once_it_was_given_back(pair: Callable[..., Pair]) -> None:
