@@ -174,15 +174,15 @@ class RolloutLink(LaneLink):
 
     def lose(self, reason: str) -> int:
         """Give the worker up: how many transitions are lost with it, the step that was under way among them."""
-        is_making = self.is_waited and self._progress is not None
+        progress, lost = self._progress, 0
+        is_making = self.is_waited and progress is not None
         if is_making or (self.phase is LanePhase.READY and not self._has_told):
             self.lost = reason
         self._has_told = False
-        if self._progress is None or not is_making:
-            return 0
-        lost = self.unreported + int(self._progress[UNDER_WAY])
+        if self.is_waited and progress is not None:
+            lost = self.unreported + int(progress[UNDER_WAY])
         self.has_stepped |= self.has_made_steps
-        self.forget_progress()
+        self.forget_progress()  # also of one that dies between two turns: it has told of all that it made
         return lost
 
     def lose_idle(self) -> int:

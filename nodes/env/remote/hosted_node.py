@@ -382,6 +382,10 @@ class HostedNode(LanesElsewhere):
         self.listener.lane_left(remote.lane, is_last)
         yield from super()._leave(remote)
 
+    def _end_waiting(self, remote: RemoteLane) -> None:
+        why = "it made no step" if remote.host.lost_at is None else "no host"
+        self._give_up_loudly(remote, f"the rollout ended: {remote.reason or why}")
+
     def _waits_for(self, remote: RemoteLane, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
         host, index = remote.host, remote.index
         where = f"lane {index}, host {host.name}"

@@ -141,9 +141,12 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
         for remote in self.remotes:
             if remote.is_waited and remote.has_no_step:
                 if remote.phase is not LanePhase.READY:
-                    reason = f"the rollout ended: {remote.reason or 'it made no step'}"
-                    self.lost_steps += remote.lose(reason)
+                    self._end_waiting(remote)
                 yield from LanesElsewhere._leave(self, remote)
+
+    def _end_waiting(self, remote: Any) -> None:
+        """Count what is lost with a lane that is not waited for any more."""
+        self.lost_steps += remote.lose(f"the rollout ended: {remote.reason or 'it made no step'}")
 
     # What the place where lanes step says
 

@@ -1,5 +1,7 @@
 """Workers that do whole rollouts, and are killed, stopped, or raise."""
 
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from ending_envs import Doomed, lives_of, rewards_by_slot
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
 from piece_forms import Breaks
+from remote_rollouts import await_that
 
 from rollflow import Forward, MultiAgentRollout, Rollout, Timeouts, Watch
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream import RunError
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
@@ -55,6 +59,21 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     for lane in range(given.get("lanes", 2)):
         sequences = [fragment.sequence for fragment in fragments if fragment.lane == lane]
         assert sequences == list(range(given["num_fragments"]))
+
+
+@pytest.mark.wait_times(first_pause_s=20.0)
+def test_nothing_is_lost_with_a_worker_that_dies_between_two_turns_of_a_rollout_that_ends_then() -> None:
+    with Rollout("CartPole-v1", where="rollouts", workers=1, lanes=1, fragment_length=4, seed=0) as rollout:
+        next(iter(rollout.fragments()))
+        node: Any = rollout.environments
+        [link] = node.remotes
+        await_that(lambda: link.phase is LanePhase.READY and not link.is_waited)
+        os.kill(link.worker.process.pid, signal.SIGKILL)
+        await_that(lambda: [*node._completed(), link.phase is LanePhase.LOST][-1])
+        node.hand_over(link.lane)
+        node.hasten()
+        assert [lane.is_set_aside for lane in node._completed()] == [True]
+        assert node.lost_steps == 0
 
 
 def test_an_error_in_a_connector_ends_the_run() -> None:

@@ -38,7 +38,7 @@ from rollflow.stream.wire import Goodbye, Limits
 
 
 @pytest.mark.slow
-def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
+def test_a_drained_rollout_waits_for_no_host_that_is_frozen(caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(limits=HASTY)
     host = HostProcess(envs.addresses[0], told(0, 1))
     try:
@@ -48,9 +48,14 @@ def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
             host.signal(signal.SIGSTOP)
             rollout.drain()
             taken += list(fragments)
+            error = rollout.environments.last_error
         check_laws(taken, rollout.lost, slots_lost=2)
     finally:
         host.end()
+    why = "the rollout ended: no host"
+    assert f"lane 0 is lost: {why}" in caplog.text
+    assert error is not None
+    assert error.text == f"lane 0: {why}"
 
 
 @pytest.mark.parametrize("kind", [EnvHost, RolloutHost])
