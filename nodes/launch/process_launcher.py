@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
+from rollflow.stream.data.blocks import written_block
 from rollflow.stream.data.closing import closing_on_error
 
 _MOST_BYTES = 1 << 14  # of what it has written
@@ -62,8 +63,10 @@ class ProgramProcess:
         self._source = written.dup()  # read by another thread: the worker's is closed under its hands
         self._reader = threading.Thread(target=self._read, name="rollflow program", daemon=True)
         self._reader.start()
+        block = written_block(call)  # of any size: it waits for nobody to read it
         with contextlib.suppress(OSError):  # it has ended already, which `end` says
-            orders.sendall(pickle.dumps((call, name)))
+            socket.send_fds(orders, [pickle.dumps((block.size, name))], [block.fd])
+        block.close()
 
     @property
     def end(self) -> str | None:

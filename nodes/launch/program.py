@@ -11,11 +11,14 @@ from typing import Any
 
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import become_worker
+from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import RollflowError
+
+_MOST_BYTES = 1 << 12  # of an order: a size and a name
 
 
 def main(life: int, fds: list[int]) -> None:
-    """Make the call that comes through the first socket, with all that it writes going to the second.
+    """Make the call that comes in a block through the first socket, with all that it writes going to the second.
 
     life    pipe at whose end this process ends
     """
@@ -28,9 +31,10 @@ def main(life: int, fds: list[int]) -> None:
     for written in (sys.stdout, sys.stderr):
         written.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     become_worker("rollflow-host")
-    with socket.socket(fileno=orders) as sock, sock.makefile("rb") as order:
-        call, name = pickle.load(order)
-    status = pickle.loads(call)(name)
+    with socket.socket(fileno=orders) as sock:
+        order, [call], *_ = socket.recv_fds(sock, _MOST_BYTES, 1)
+    size, name = pickle.loads(order)
+    status = pickle.loads(SharedBlock(size, call).taken().data)(name)
     if status:
         sys.exit(status)
 

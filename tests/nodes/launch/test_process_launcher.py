@@ -1,7 +1,10 @@
 """The five verbs of a launcher, with processes of this machine."""
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -9,6 +12,7 @@ from leftovers import held_here, processes_of
 from remote_rollouts import await_that
 from small_program import call_of
 
+from rollflow.nodes.env.workers.worker_process import WorkerProcess
 from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
 
 
@@ -42,6 +46,19 @@ def test_a_program_makes_its_call_with_its_name() -> None:
             "['end', '7'] process-0\n",
             "['end', '7'] process-1\n",
         ]
+
+
+def test_a_program_that_does_not_read_its_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen(module: str, sockets: int, **options: Any) -> WorkerProcess:
+        worker = WorkerProcess(module, sockets, **options)
+        os.kill(worker.pid, signal.SIGSTOP)
+        return worker
+
+    monkeypatch.setattr("rollflow.nodes.launch.process_launcher.WorkerProcess", frozen)
+    with started(1, "end", " " * (1 << 22)) as (launcher, [handle]):
+        children()[0].resume()
+        await_that(lambda: not launcher.alive())
+        assert handle.end == ""
 
 
 @pytest.mark.slow
