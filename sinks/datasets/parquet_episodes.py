@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from rollflow.stream.data.tree import Tree, map_tree
 # What reading a file raises that is not as the sink has written it; the last two: a column of another type.
 UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError)
 
-_SMALL_BYTES = 512  # of a row, up to which it is quicker to copy rows one by one
 _COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "truncated", "lost"]
 
 
@@ -263,9 +261,11 @@ class ParquetEpisodes(EpisodeIndex):
         reads = [partial(self._table, kind, list(described), *self.groups[group]) for group, _ in groups]
         with closing(in_pairs(reads)) as tables:
             for (_, mine), table in zip(groups, tables, strict=True):
-                source, to = ranges(first[chunks[mine]], lengths[mine]), ranges(starts[mine], lengths[mine])
+                at = [each.tolist() for each in (first[chunks[mine]], starts[mine], lengths[mine])]
                 for name, each in described.items():
-                    map_tree(partial(_copy, source, to), columns[name], tree_of(table.column(name), each))
+                    map_tree(
+                        partial(_copy, list(zip(*at, strict=True))), columns[name], tree_of(table.column(name), each)
+                    )
         return columns
 
     def _table(self, kind: str, names: Sequence[str], number: int, group: int) -> Any:
@@ -274,14 +274,10 @@ class ParquetEpisodes(EpisodeIndex):
             return file.read_row_group(group, columns=names, use_threads=False)
 
 
-def _copy(source: Ints, to: Ints, into: NDArray[Any], leaf: NDArray[Any]) -> None:
-    """Copy rows, i64[n], to others, i64[n]: large ones run by run, which makes no other copy of them."""
-    if into[:1].nbytes <= _SMALL_BYTES:
-        into[to] = leaf[source]
-        return
-    ends = np.flatnonzero((np.diff(source) != 1) | (np.diff(to) != 1)) + 1
-    for begin, end in pairwise([0, *ends.tolist(), len(to)] if len(to) else []):
-        into[to[begin] : to[begin] + end - begin] = leaf[source[begin] : source[begin] + end - begin]
+def _copy(runs: Sequence[tuple[int, int, int]], into: NDArray[Any], leaf: NDArray[Any]) -> None:
+    """Copy runs of rows, of each the first row, the one it goes to, and how many."""
+    for first, start, count in runs:
+        into[start : start + count] = leaf[first : first + count]
 
 
 def _parts(values: Ints) -> Iterator[tuple[int, slice]]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, mark_end
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout
 
 
@@ -72,10 +72,6 @@ class StoredFragment(Fragment):
         for place, episode in zip(ended.tolist(), episodes[is_end].tolist(), strict=True):
             is_cut = bool(block.is_cut[at.start + place])
             mark_end(self.custom_data, (0, place), is_cut=is_cut, lost=store.lost.get(episode))
-
-    def gather(self, name: str) -> Tree:
-        """See `Fragment.gather`: the rows lie in the order of the chunks."""
-        return map_tree(lambda leaf: leaf[:, 0].copy(), self.column(name))
 
     def describe(self) -> str:
         """A text of the steps, for errors."""
