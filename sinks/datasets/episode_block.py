@@ -1,11 +1,12 @@
 """Blocks of episodes in memory, row behind row, of which fragments are made."""
 
+import math
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,25 +22,67 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 
+_JOINED_BYTES = 512  # of a row: larger ones stay in their parts, since to join them takes as long as to take them
 
-class StoredSteps(NamedTuple):
-    """Steps of K episodes, one episode behind the other.
 
-    columns     name -> tree of arrays any[R + 1, ...], the last row of which is no step's
+class StoredSteps:
+    """Steps of K episodes in parts, such as row groups. What is taken is copied once, from there to where it is used.
+
+    parts       name -> the column's parts, trees of arrays any[m, ...]; all columns have parts of the same m
+    rows        i64[S]    the row of each step, counted over all parts, episode by episode
     last_obs    tree of arrays any[K, ...], the observation behind each episode's last step; None: not read
     initial     tree of arrays any[K, ...], the state before each episode's first step; None: not read, or not there
     """
 
-    columns: dict[str, Tree]
-    last_obs: Tree = None
-    initial: Tree = None
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Tree]],
+        rows: Ints,
+        last_obs: Tree | None,
+        initial: Tree | None = None,
+    ) -> None:
+        self.parts = {name: list(trees) for name, trees in parts.items()}
+        self.rows, self.last_obs, self.initial = rows, last_obs, initial
+        sizes = [len(leaves_of(tree)[0]) for tree in next(iter(self.parts.values()))]
+        self._firsts: Ints = np.cumsum([0, *sizes])  # of each part, and behind the last
 
+    def after(self, front: "StoredSteps") -> "StoredSteps":
+        """These steps behind others."""
+        parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
+        rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
+        lasts = None if self.last_obs is None else concatenate_trees([front.last_obs, self.last_obs])
+        initial = None if self.initial is None else concatenate_trees([front.initial, self.initial])
+        return StoredSteps(parts, rows, lasts, initial)
 
-def new_column(description: Description, count: int) -> Tree:
-    """The tree of arrays any[count + 1, ...] of a column, which is to be filled with the steps; zeros behind them."""
-    tree = empty_tree(description, count + 1)
-    map_tree(lambda leaf: leaf[-1:].fill(0), tree)
-    return tree
+    def join(self) -> None:
+        """Put the parts of columns with small rows end to end, from which steps are taken faster."""
+        for name, trees in self.parts.items():
+            if len(trees) > 1 and self.row_bytes(name) <= _JOINED_BYTES:
+                self.parts[name] = [concatenate_trees(trees)]
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of one step in a column."""
+        return sum(leaf.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves_of(self.parts[name][0]))
+
+    def write(self, name: str, steps: Ints, value: Any) -> None:
+        """Set the value of some steps, i64[n], in a column of numbers."""
+        tree = self.parts[name] = [np.concatenate(self.parts[name])]
+        tree[0][self.rows[steps]] = value
+
+    def taken(self, name: str, steps: Ints | slice = slice(None)) -> Tree:
+        """A column's values at some steps, i64[n] or a slice of all: a tree of new arrays any[n, ...]."""
+        rows, trees = self.rows[steps], self.parts[name]
+        if len(trees) == 1:
+            # All rows are there; the mode "raise" would check each of them first.
+            return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), trees[0])
+        values = map_tree(lambda leaf: np.empty((len(rows), *leaf.shape[1:]), leaf.dtype), trees[0])
+        part = np.searchsorted(self._firsts, rows, "right") - 1
+        ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(part) != 0)) + 1
+        for begin, end in pairwise([0, *ends.tolist(), len(rows)] if len(rows) else []):
+            at = int(part[begin])
+            first = int(rows[begin] - self._firsts[at])
+            map_tree(lambda leaf, value, b=begin, e=end, f=first: _copy(leaf, f, value[b:e]), trees[at], values)
+        return values
 
 
 class ReadAhead(threading.Thread, Generic[T]):
@@ -96,6 +139,10 @@ def in_pairs(reads: Sequence[Callable[[], T]]) -> Generator[T, None, None]:
                 beside.stop()
 
 
+def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:
+    into[:] = leaf[first : first + len(into)]
+
+
 EpisodeStore: TypeAlias = "ParquetEpisodes | MinariEpisodes"
 """Episodes on a disk, in an order of their own.
 
@@ -109,10 +156,9 @@ EpisodeStore: TypeAlias = "ParquetEpisodes | MinariEpisodes"
     runs                                 i64[E]    number of the run in the description
     lost                                 episode -> why its environment was lost
 
-`read(episodes, names, with_last=, front=)` gives some of the `columns` of K episodes, i64[K], behind so many rows that
-are left free, and the observations behind their last steps; with these, the states before their first steps as well, if
-a stateful module has acted. It calls `check_wanted` between its parts, and raises DatasetError, with its name, for a
-damaged file.
+`read(episodes, names, with_last=)` gives some of the `columns` of K episodes, i64[K], and the observations behind their
+last steps; with these, the states before their first steps as well, if a stateful module has acted. It calls
+`check_wanted` between its parts, and raises DatasetError, with its name, for a damaged file.
 """
 
 
@@ -169,57 +215,54 @@ class EpisodeBlock(EpisodeRows):
         rest: "BlockRest | None" = None,
         more: Sequence[str] = (),
     ) -> None:
-        self.store, front = store, 0 if rest is None else rest.block.num_rows - rest.begin
-        steps = store.read(episodes, [*store.columns, *more], with_last=True, front=front)
-        stop = front + np.cumsum(store.num_steps[episodes])
+        self.store = store
+        self.steps: StoredSteps = store.read(episodes, [*store.columns, *more], with_last=True)
+        stop = np.cumsum(store.num_steps[episodes])
         start = stop - store.num_steps[episodes]
         if rest is not None:
-            block, at, begin = rest.block, rest.place, rest.begin
-            for name, tree in steps.columns.items():
-                map_tree(
-                    lambda leaf, its: leaf.__setitem__(slice(front), its[begin:-1]), tree, block.steps.columns[name]
-                )
-            ends = [
-                None if tree is None else concatenate_trees([map_tree(lambda leaf: leaf[at:], its), tree])
-                for its, tree in zip(block.steps[1:], steps[1:], strict=True)
-            ]
-            steps, ordinal = StoredSteps(steps.columns, *ends), block.ordinal + at
-            episodes = np.concatenate([block.episodes[at:], episodes])
-            start = np.concatenate([block.start[at:] - begin, start])
-            stop = np.concatenate([block.stop[at:] - begin, stop])
-        self.steps: StoredSteps = steps
+            self.steps, ordinal = self.steps.after(rest.steps), rest.ordinal
+            episodes = np.concatenate([rest.episodes, episodes])
+            start = np.concatenate([rest.start, start + rest.num_rows])
+            stop = np.concatenate([rest.stop, stop + rest.num_rows])
         self.episodes: Ints = episodes
         self.start, self.stop, self.ordinal, self.num_rows = start, stop, ordinal, int(stop.max(initial=0))
-        truncateds: Any = steps.columns[Columns.TRUNCATEDS]
-        self.terminated = np.asarray(steps.columns[Columns.TERMINATEDS])[stop - 1]
-        self.is_cut: NDArray[np.bool_] = ~self.terminated & ~truncateds[stop - 1]
+        self.steps.join()
+        self.terminated, truncated = (
+            self.steps.taken(name, stop - 1) for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)
+        )
+        self.is_cut: NDArray[np.bool_] = ~self.terminated & ~truncated
         if rest is not None:
-            kept = rest.block.is_cut[rest.place :]
-            self.is_cut[: len(kept)] = kept  # these are marked as truncated
-        truncateds[stop[self.is_cut] - 1] = True
-        self.truncated: NDArray[np.bool_] = truncateds[stop - 1]
+            self.is_cut[: len(rest.episodes)] = rest.is_cut  # these are marked as truncated
+        if self.is_cut.any():
+            self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
+        self.truncated = truncated | self.is_cut
 
     def rest(self, row: int, lookback: int) -> "BlockRest | None":
         """What is there from a row on, with some rows before it of the same episode; None: nothing."""
-        if row >= self.num_rows:
-            return None
-        place = int(np.searchsorted(self.stop, row, "right"))
-        begin = max(row - lookback, int(self.start[place]), 0)
-        return BlockRest(self, place, begin, row - begin)
+        return BlockRest(self, row, lookback) if row < self.num_rows else None
 
 
-class BlockRest(NamedTuple):
-    """Rows at the end of a block, which the next one begins with: it copies them.
+class BlockRest:
+    """Rows at the end of a block, which the next one begins with, copied so that the block itself can go.
 
-    place    of the first episode, in the block
-    begin    first row, in the block
-    row      of the first step that no fragment has, in the next block
+    num_rows      in all, with the rows before the first step
+    row           of the first step
+    episodes, ordinal, start, stop, is_cut, steps    as of a block
     """
 
-    block: EpisodeBlock
-    place: int
-    begin: int
-    row: int
+    def __init__(self, block: EpisodeBlock, row: int, lookback: int) -> None:
+        at = int(np.searchsorted(block.stop, row, "right"))
+        begin = max(row - lookback, int(block.start[at]), 0)
+        self.num_rows, self.row = block.num_rows - begin, row - begin
+        self.episodes, self.start, self.stop = block.episodes[at:], block.start[at:] - begin, block.stop[at:] - begin
+        self.ordinal, self.is_cut = block.ordinal + at, block.is_cut[at:]
+        steps = block.steps
+        self.steps = StoredSteps(
+            {name: [steps.taken(name, slice(begin, None))] for name in steps.parts},
+            np.arange(self.num_rows),
+            map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
+            None if steps.initial is None else map_tree(lambda leaf: leaf[at:].copy(), steps.initial),
+        )
 
 
 _NEEDED = (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.POLICY_VERSION)
@@ -254,13 +297,14 @@ def summary_of(store: EpisodeStore) -> EpisodeSummary:
     columns = {name: store.columns[name] for name in _NEEDED if name in store.columns}
     for episodes in windows_of(store.num_steps, np.arange(count), STEPS_AT_ONCE):
         lengths = store.num_steps[episodes]
-        read: Any = store.read(episodes, columns, with_last=False).columns
+        steps = store.read(episodes, columns, with_last=False)
+        read = {name: steps.taken(name) for name in columns}
         begins, ends = np.cumsum(lengths) - lengths, np.cumsum(lengths) - 1
-        returns[episodes] = np.add.reduceat(read[Columns.REWARDS][:-1].astype(np.float64), begins)
+        returns[episodes] = np.add.reduceat(read[Columns.REWARDS].astype(np.float64), begins)
         is_whole[episodes] &= read[Columns.TERMINATEDS][ends] | read[Columns.TRUNCATEDS][ends]
         if Columns.POLICY_VERSION in read:
-            oldest[episodes] = np.minimum.reduceat(read[Columns.POLICY_VERSION][:-1], begins)
-            newest[episodes] = np.maximum.reduceat(read[Columns.POLICY_VERSION][:-1], begins)
+            oldest[episodes] = np.minimum.reduceat(read[Columns.POLICY_VERSION], begins)
+            newest[episodes] = np.maximum.reduceat(read[Columns.POLICY_VERSION], begins)
     return EpisodeSummary(returns, store.num_steps, store.runs, is_whole, oldest, newest)
 
 

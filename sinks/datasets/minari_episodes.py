@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, describe_tree, empty_tree
 from rollflow.sinks.datasets.dataset_folder import environment_of, whole_folder
-from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, check_wanted, new_column
+from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 _DATA, _METADATA = "data", "metadata.json"
@@ -80,36 +80,31 @@ class MinariEpisodes:
         rollout = None if env is None else {"env": env}
         self.description: dict[str, Any] = {"runs": [{"metadata": plain, "rollout": rollout, "versions": {}}]}
 
-    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool, front: int = 0) -> StoredSteps:
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read the steps of episodes: see `EpisodeStore`."""
-        counts = self.num_steps[episodes]
-        columns = {name: new_column(self.columns[name], front + int(counts.sum())) for name in names}
-        last_obs = empty_tree(self.columns[Columns.OBS], len(episodes)) if with_last else None
-        stops = front + np.cumsum(counts)
+        parts: dict[str, list[Tree]] = {name: [] for name in names}
+        counts, last_obs = self.num_steps[episodes], list[Tree]()
         try:
-            for place, episode in enumerate(self._storage.get_episodes(episodes.tolist())):
+            for episode, count in zip(self._storage.get_episodes(episodes.tolist()), counts.tolist(), strict=True):
                 check_wanted()
-                count, stop = int(counts[place]), int(stops[place])
-                for name, column in columns.items():
-                    _copy(column, slice(stop - count, stop), episode[_KEYS[name]], slice(count))
+                for name, trees in parts.items():
+                    trees.append(self._rows(name, episode[_KEYS[name]], 0, count))
                 if with_last:
-                    rows = slice(place, place + 1), slice(count, count + 1)
-                    _copy(last_obs, rows[0], episode[_KEYS[Columns.OBS]], rows[1])
+                    last_obs.append(self._rows(Columns.OBS, episode["observations"], count, count + 1))
         except (OSError, ValueError, KeyError, AssertionError) as error:
             raise self._damaged(error) from error
-        return StoredSteps(columns, last_obs)
+        return StoredSteps(parts, np.arange(counts.sum()), concatenate_trees(last_obs) if with_last else None)
+
+    def _rows(self, name: str, tree: Tree, begin: int, end: int) -> Tree:
+        """Some rows of a column as minari reads it: a tree of arrays any[n, ...]."""
+        return map_tree(
+            lambda leaf, values: np.asarray(values[begin:end], leaf.dtype).reshape(end - begin, *leaf.shape[1:]),
+            empty_tree(self.columns[name], 0),
+            tree,
+        )
 
     def _damaged(self, error: Exception) -> DatasetError:
         return DatasetError(f"minari can't read {self._data}: {type(error).__name__}: {error}").see("dataset")
-
-
-def _copy(column: Tree, at: slice, tree: Tree, rows: slice) -> None:
-    """Copy some rows of a column as minari reads it to some rows of a column."""
-
-    def copy(leaf: NDArray[Any], values: Any) -> None:
-        leaf[at] = np.asarray(values[rows]).reshape(leaf[at].shape)
-
-    map_tree(copy, column, tree)
 
 
 def write_minari(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import Description, import_pyarrow, tree_of
+from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
 from rollflow.sinks.datasets.dataset_folder import (
     ENV_EPISODES,
     ENV_T,
@@ -19,7 +19,7 @@ from rollflow.sinks.datasets.dataset_folder import (
     DatasetFolder,
     no_steps,
 )
-from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, in_pairs, new_column
+from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, in_pairs
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree
@@ -227,57 +227,55 @@ class ParquetEpisodes(EpisodeIndex):
         self.action_space = folder.space(self.description, "action_space")
         super().__init__(folder, EPISODES, more, piece_of)
 
-    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool, front: int = 0) -> StoredSteps:
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read the steps of episodes: see `EpisodeStore`; a module's have the column `env_t` as well."""
         described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
         asked = {name: described[name] for name in names}
-        columns = self._rows(STEPS, asked, self.chunks_of(episodes), self.row, self.chunk_steps, front)
-        if not with_last:
-            return StoredSteps(columns)
-        last_obs = self._of_chunks(LAST_OBS, Columns.OBS, self.last[episodes])
-        if Columns.STATE_OUT not in self.columns:
-            return StoredSteps(columns, last_obs)
-        firsts = self.order[self.first[episodes]]
-        return StoredSteps(columns, last_obs, self._of_chunks(Columns.STATE_IN, Columns.STATE_OUT, firsts))
+        steps = self._rows(STEPS, asked, self.chunks_of(episodes), self.row, self.chunk_steps)
+        if with_last:
+            steps.last_obs = self._of_chunks(LAST_OBS, Columns.OBS, self.last[episodes])
+            if Columns.STATE_OUT in self.columns:
+                steps.initial = self._of_chunks(Columns.STATE_IN, Columns.STATE_OUT, self.order[self.first[episodes]])
+        return steps
 
     def _of_chunks(self, name: str, like: str, chunks: Ints) -> Tree:
         """What is stored beside the steps of some chunks, i64[K], of a column's kind: a tree of arrays any[K, ...]."""
         rows = self._rows(EPISODES, {name: self.columns[like]}, chunks, self.place, np.ones_like(self.place))
-        return map_tree(lambda leaf: leaf[:-1], rows[name])
+        rows.join()
+        return rows.taken(name)
 
     def _rows(
-        self, kind: str, described: Mapping[str, Description], chunks: Ints, first: Ints, count: Ints, front: int = 0
-    ) -> dict[str, Tree]:
-        """The rows of some chunks, i64[K], in the files of a kind, as `new_column` has them.
+        self, kind: str, described: Mapping[str, Description], chunks: Ints, first: Ints, count: Ints
+    ) -> StoredSteps:
+        """The rows of some chunks, i64[K], in the files of a kind.
 
         first, count    i64[P]    first row of each chunk in its row group, and how many
-        front           rows that are left free before them
         """
         lengths = count[chunks]
-        starts = front + np.cumsum(lengths) - lengths
-        columns = {name: new_column(each, front + int(lengths.sum())) for name, each in described.items()}
         order = np.argsort(chunks)  # as they lie in the files
+        begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
+        parts = {name: list[Tree]() for name in described}
         groups = [(group, order[part]) for group, part in _parts(self.group[chunks[order]])]
         reads = [partial(self._table, kind, list(described), *self.groups[group]) for group, _ in groups]
         with closing(in_pairs(reads)) as tables:
             for (_, mine), table in zip(groups, tables, strict=True):
-                at = [each.tolist() for each in (first[chunks[mine]], starts[mine], lengths[mine])]
-                for name, each in described.items():
-                    map_tree(
-                        partial(_copy, list(zip(*at, strict=True))), columns[name], tree_of(table.column(name), each)
-                    )
-        return columns
+                rows, counts = first[chunks[mine]], lengths[mine]
+                trees = [tree_of(table.column(name), each) for name, each in described.items()]
+                total, wanted = table.num_rows, ranges(rows, counts)
+                if 2 * len(wanted) < total:  # the rest is let go
+                    trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
+                    total, rows = len(wanted), np.cumsum(counts) - counts
+                begins[mine] = size + rows
+                size += total
+                for name, tree in zip(described, trees, strict=True):
+                    parts[name].append(tree)
+        found = {name: trees or [empty_tree(described[name], 0)] for name, trees in parts.items()}
+        return StoredSteps(found, ranges(begins, lengths), None)
 
     def _table(self, kind: str, names: Sequence[str], number: int, group: int) -> Any:
         """The table of a row group. In any thread."""
         with opened(self._folder, kind, number, self.footers[number][kind]) as file:
             return file.read_row_group(group, columns=names, use_threads=False)
-
-
-def _copy(runs: Sequence[tuple[int, int, int]], into: NDArray[Any], leaf: NDArray[Any]) -> None:
-    """Copy runs of rows, of each the first row, the one it goes to, and how many."""
-    for first, start, count in runs:
-        into[start : start + count] = leaf[first : first + count]
 
 
 def _parts(values: Ints) -> Iterator[tuple[int, slice]]:

@@ -105,8 +105,8 @@ class EnvEpisodes(EpisodeIndex):
             if Columns.POLICY_VERSION not in each.columns:
                 continue
             for episodes in windows_of(each.num_steps, np.arange(len(each.piece)), STEPS_AT_ONCE):
-                read: Any = each.read(episodes, [Columns.POLICY_VERSION], with_last=False).columns
-                versions = read[Columns.POLICY_VERSION][:-1]
+                steps = each.read(episodes, [Columns.POLICY_VERSION], with_last=False)
+                versions = steps.taken(Columns.POLICY_VERSION)
                 pieces = np.repeat(each.piece[episodes], each.num_steps[episodes])
                 np.minimum.at(oldest, pieces, versions)
                 np.maximum.at(newest, pieces, versions)
@@ -159,8 +159,7 @@ class ModuleSteps(EpisodeBlock):
         self.module = module
         self.place, self.slot = places[module.piece[mine]], module.agent[mine]
         begin = starts[self.place]
-        times: Any = self.steps.columns[ENV_T]
-        self.seen: Ints = times[:-1] + np.repeat(begin, self.stop - self.start)
+        self.seen: Ints = self.steps.taken(ENV_T) + np.repeat(begin, self.stop - self.start)
         self.last_seen: Ints = module.last_t[mine] + begin
         self.done = np.empty_like(self.seen)
         self.done[:-1] = self.seen[1:]
@@ -305,9 +304,9 @@ def _part(
     source, to, at_slot = ranges(done - back, lengths), ranges(start - back, lengths), np.repeat(slot, lengths)
 
     def scattered(items: Any) -> Any:
-        """What is copied of the steps' items, any[R, ...], where it goes to: a new array any[rows, slots, ...]."""
+        """Items of the steps that are copied, any[R, ...], where they go to: a new array any[rows, slots, ...]."""
         array = np.zeros((num_rows, slots, *items.shape[1:]), items.dtype)
-        array[to, at_slot] = items[source]
+        array[to, at_slot] = items
         return array
 
     keys = list(zip(slot.tolist(), number.tolist(), strict=True))
@@ -321,8 +320,8 @@ def _part(
         False,
         lambda slot, number: ids.get((slot, number), ""),
     )
-    trees = {name: map_tree(scattered, steps.steps.columns[name]) for name in module.columns}
-    clock = scattered(steps.seen)
+    trees = {name: map_tree(scattered, steps.steps.taken(name, source)) for name in module.columns}
+    clock = scattered(steps.seen[source])
     closed = np.flatnonzero(~(waits | acts))
     at = stop[closed], slot[closed]
     map_tree(lambda leaf, last: leaf.__setitem__(at, last[which[closed]]), trees[Columns.OBS], steps.steps.last_obs)

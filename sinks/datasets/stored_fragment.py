@@ -1,15 +1,54 @@
 """Fragments made of stored episodes."""
 
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, mark_end
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps, mark_end
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import map_tree
+from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout
+
+
+class StoredColumns(Mapping[str, Column]):
+    """Columns of steps, each of which is taken and made read-only when it is first looked at. Copies have all of them.
+
+    steps    that they are of
+    rows     name -> steps, i64[rows]
+    """
+
+    def __init__(self, steps: StoredSteps, rows: Mapping[str, Ints]) -> None:
+        self.steps, self._rows = steps, rows
+        self._made: dict[str, Column] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the columns, once all of them are there."""
+        return sum(self.steps.row_bytes(name) * len(rows) for name, rows in self._rows.items())
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._made:
+            taken = self.steps.taken(name, self._rows[name])
+            column = Column(name, map_tree(lambda leaf: leaf[:, None], taken))
+            column.seal()
+            self._made.setdefault(name, column)  # the one that stays, if another thread has made it as well
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def _id_among(ids: NDArray[np.object_], slot: int, number: int) -> str:
@@ -37,12 +76,12 @@ class StoredFragment(Fragment):
             1, end - begin, before, store.action_space, False, partial(_id_among, store.ids[episodes])
         )
         first = begin - before
-        columns: dict[str, Column] = {}
-        for name, tree in block.steps.columns.items():
-            # An episode's own last observation is not in the column.
-            shown = slice(first, end + (name == Columns.OBS))
-            columns[name] = Column(name, map_tree(lambda leaf, at=shown: leaf[at, None], tree))
-            columns[name].seal()
+        self._taken = slice(begin, end)
+        rows = np.arange(first, end)
+        behind = np.append(rows, min(end, block.num_rows - 1))  # an episode's own last observation is not in the column
+        columns: Any = StoredColumns(
+            block.steps, {name: behind if name == Columns.OBS else rows for name in block.steps.parts}
+        )
         super().__init__(layout, 0, sequence, columns)
         self.observation_space, self.name = store.observation_space, name
         self.dataset: EpisodeStore = store
@@ -72,6 +111,18 @@ class StoredFragment(Fragment):
         for place, episode in zip(ended.tolist(), episodes[is_end].tolist(), strict=True):
             is_cut = bool(block.is_cut[at.start + place])
             mark_end(self.custom_data, (0, place), is_cut=is_cut, lost=store.lost.get(episode))
+
+    def gather(self, name: str) -> Tree:
+        """A column's rows, one behind the other: a tree of new arrays `any[num_steps, ...]`."""
+        columns = self.columns
+        if not isinstance(columns, StoredColumns) or name not in columns:
+            return super().gather(name)
+        return columns.steps.taken(name, self._taken)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the columns."""
+        return self.columns.nbytes if isinstance(self.columns, StoredColumns) else super().nbytes
 
     def describe(self) -> str:
         """A text of the steps, for errors."""

@@ -35,7 +35,7 @@ from rollflow import (
 )
 from rollflow.nodes import RandomModule
 from rollflow.sinks import LearnerPipeline, TrainerSink
-from rollflow.sinks.datasets import dataset_sink
+from rollflow.sinks.datasets import dataset_sink, episode_block
 from rollflow.stream import GraphError
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -105,7 +105,7 @@ def rows_in(batch: Any) -> Iterator[Any]:
 @settings(max_examples=examples(16), deadline=None)
 @given(
     fragments=rollouts(),
-    sizes=st.tuples(st.sampled_from([1, 10_000, 1 << 20]), st.sampled_from([1, 1 << 20])),
+    sizes=st.tuples(st.sampled_from([1, 10_000, 1 << 20]), st.sampled_from([1, 1 << 20]), st.sampled_from([0, 512])),
     shuffle_seed=st.sampled_from([None, 3]),
     window=st.sampled_from([1, 10, 1000]),
     size=st.integers(1, 20),
@@ -114,7 +114,7 @@ def rows_in(batch: Any) -> Iterator[Any]:
 )
 def test_every_step_is_read_once(
     fragments: list[Any],
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     shuffle_seed: int | None,
     window: int,
     size: int,
@@ -124,8 +124,12 @@ def test_every_step_is_read_once(
     options: dict[str, Any] = {
         "shuffle_seed": shuffle_seed, "window_steps": window, "lookback": lookback, "complete_episodes": complete,
     }  # fmt: skip
-    file_bytes, group_bytes = sizes
-    with TemporaryDirectory() as folder, patch.object(dataset_sink, "_GROUP_BYTES", group_bytes):
+    file_bytes, group_bytes, joined_bytes = sizes
+    with (
+        TemporaryDirectory() as folder,
+        patch.object(dataset_sink, "_GROUP_BYTES", group_bytes),
+        patch.object(episode_block, "_JOINED_BYTES", joined_bytes),
+    ):
         path, again = Path(folder, "data"), Path(folder, "again")
         write_dataset(fragments, path, max_file_bytes=file_bytes)
         source = DatasetSource(path, batch_size=size, **options)
