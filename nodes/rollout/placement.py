@@ -3,10 +3,12 @@
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
+
+from gymnasium.envs.registration import EnvSpec
 
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
@@ -211,9 +213,13 @@ def _chosen_place(
 
 def _options_of_hosts(env: Any, options: RolloutOptions, kind: RolloutKind) -> dict[str, Any]:
     """Keywords of the `RolloutHost` of each host. Raises EnvError or ModuleError for what hosts can't be given."""
-    if kind.is_ready(env):
+    makers = env if isinstance(env, Sequence) and not isinstance(env, str) else [env]
+    wrong = [each for each in makers if not isinstance(each, str | EnvSpec) and not callable(each)]
+    if wrong or kind.is_ready(env):
+        made = "made already, and" if kind.is_ready(env) or hasattr(wrong[0], "step") else "but"
         raise EnvError(
-            f"env is {shown(env)}, made already, and hosts make their own; expected a callable that makes it"
+            f"env is {shown(env)}, {made} hosts make their own; expected a callable that makes it, an id, or a list of "
+            "those"
         ).see("started hosts")
     module = options.module
     for module_id, each in (module if isinstance(module, Mapping) else {None: module}).items():
