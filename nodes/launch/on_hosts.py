@@ -169,7 +169,8 @@ class OnRay:
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
 
     The rest is as for `OnProcesses`. Ray is used as the program has initialized it, or initializes itself. It carries
-    the call of a host: fragments and weights go through a connection to the rollout, none through Ray's store.
+    the call of a host, with the environment, the module and the rollout's secret in it, by its store where that is
+    large: whoever can read what Ray holds can dial the rollout. Fragments and weights go through a connection to it.
 
     Raises EnvError where Ray is not installed, WireError for an address that is none, and ValueError for numbers that
     are none, or too small, for another strategy, and for an address that can't be dialled.

@@ -73,7 +73,8 @@ class RayLauncher:
         resources      of each program: name -> amount
         runtime_env    of the actors
 
-    Nothing but calls and logs goes through Ray: all of it is small, and none goes through its store.
+    Nothing but calls and logs goes through Ray. A call is as large as what it holds, such as the rollout's environment
+    and secret: Ray puts a large one into its store, so whoever may read that can read the secret.
     """
 
     def __init__(self, strategy: str, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> None:
