@@ -56,7 +56,7 @@ def _body(run: Snapshot, found: Snapshot) -> Iterator[RenderableType]:
     style = "bold red" if found["is_bad"] else ""
     if found["sentence"]:
         yield Text(found["sentence"], style=style or "bold")
-    yield from (Text(text, style=style) for text in found["texts"])
+    yield from (Text(text, style="red" if text in found["errors"] else style) for text in found["texts"])
     if found["tiles"]:
         yield Text(figures_line(found["tiles"]))
     if run["nodes"]:

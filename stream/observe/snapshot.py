@@ -41,6 +41,7 @@ def shown(snapshot: Snapshot) -> dict[str, Any]:
     """What people are shown of a snapshot with rates, whatever they look with.
 
     title, sentence, texts    what it is, how it does, and what is wrong, in words
+    errors     those of the texts that say what went wrong last in a node that goes on all the same
     is_bad     whether it stands still, or can't say how it does
     tiles      steps, return, versions, lag and losses, of its parts, too: name and value
     """
@@ -49,11 +50,12 @@ def shown(snapshot: Snapshot) -> dict[str, Any]:
     tiles = dict(_main_figures(snapshot))
     for part, its in parts.items():
         tiles |= {name if len(parts) == 1 else f"{part} {name}": value for name, value in _main_figures(its)}
-    texts = [diagnosis["text"]] if is_stalled else []
+    errors = []
     for name, node in snapshot.get("nodes", {}).items():
-        if error := node.get("last_error"):  # of a node that goes on all the same
+        if error := node.get("last_error"):
             when = "now" if error["age_s"] is None else f"{error['age_s']:,.0f} s ago"
-            texts.append(f"{name}, {when}: {error['text']}")
+            errors.append(f"{name}, {when}: {error['text']}")
+    texts = [diagnosis["text"], *errors] if is_stalled else [*errors]
     texts += [f"{name}: {part['name']}" for name, part in parts.items()]
     texts += [f"fed by {', '.join(snapshot['sources'])}"] if snapshot.get("sources") else []
     return {
@@ -61,6 +63,7 @@ def shown(snapshot: Snapshot) -> dict[str, Any]:
         "is_bad": "error" in snapshot or is_stalled,
         "sentence": snapshot.get("error") or snapshot.get("conclusion", ""),
         "texts": texts,
+        "errors": errors,
         "tiles": list(tiles.items()),
     }
 

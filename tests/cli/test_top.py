@@ -74,8 +74,8 @@ RUN: dict[str, Any] = {
 }
 
 
-def drawn(*runs: Any, width: int = 80) -> str:
-    console = Console(width=width, color_system=None)
+def drawn(*runs: Any, width: int = 80, **options: Any) -> str:
+    console = Console(width=width, **{"color_system": None, **options})
     with console.capture() as capture:
         console.print(picture([with_rates(run, None) for run in runs], "/run"))
     return capture.get()
@@ -188,6 +188,7 @@ def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:
         [run] = [with_rates(each, None) for each in run_socket.snapshots()]
     line = r"env, \d+ s ago: lane 1: RuntimeError: it broke"
     assert re.search(f"│ {line} ", drawn(run, width=200))
+    assert re.search(rf"\x1b\[31m{line}", drawn(run, width=200, force_terminal=True, color_system="standard"))
 
 
 def test_a_sink_says_why_it_has_no_trainer() -> None:
