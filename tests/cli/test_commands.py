@@ -273,6 +273,18 @@ def test_a_host_that_steps_twice_is_found_out(
     assert told in capsys.readouterr().out
 
 
+class SecondSeedRaises(NumberedEnv):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        assert seed != 2
+        return super().reset(seed=seed, options=options)
+
+
+def test_the_part_of_a_check_that_a_host_fails_in_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(EnvHost([lambda: SecondSeedRaises(0)]), tmp_path) as address:
+        assert main(["check-host", address]) == 1
+    assert "expected rows for each of lanes [10], whose requests came in one piece" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_host_that_does_not_answer_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

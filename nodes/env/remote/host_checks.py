@@ -2,7 +2,7 @@
 
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from time import monotonic
@@ -324,19 +324,27 @@ def _answers_pings(host: RawConnection) -> None:
 
 
 def _takes_pieces(host: RawConnection) -> None:
-    requests = {lane: host.reset_request(1, lane) for lane in host.session.lanes}
-    for request in requests.values():
+    first = host.reset_request(1, host.lane)
+    host.session.ask(first)
+    for byte in b"".join(wire.encode(first)):
+        host.sock.sendall(bytes([byte]))
+    _check_rows(host, [first], "whose request came byte by byte")
+    requests = [host.reset_request(2, lane) for lane in host.session.lanes]
+    for request in requests:
         host.session.ask(request)
-    data = b"".join(b"".join(wire.encode(request)) for request in requests.values())
-    first = len(data) // len(requests) - 1  # of the first frame all but its end
-    for place in range(first):
-        host.sock.sendall(data[place : place + 1])
-    host.sock.sendall(data[first:])
-    for _ in host.session.lanes:
-        answer = host.next("rows for every lane")
-        if not isinstance(answer, wire.Rows | wire.AgentRows) or answer.lane not in requests:
-            raise ProtocolViolation(f"sent {shown(answer)}, expected rows for each of lanes {list(requests)}")
-        del requests[answer.lane]
+    host.sock.sendall(b"".join(b"".join(wire.encode(request)) for request in requests))
+    _check_rows(host, requests, "whose requests came in one piece")
+
+
+def _check_rows(host: RawConnection, requests: Sequence[wire.Reset], how: str) -> None:
+    left = {request.lane: request for request in requests}
+    while left:
+        expected = f"rows for each of lanes {list(left)}, {how}"
+        answer = host.next(expected)
+        if not isinstance(answer, wire.Rows | wire.AgentRows) or answer.lane not in left:
+            raise ProtocolViolation(f"sent {shown(answer)}, expected {expected}")
+        request = left.pop(answer.lane)
+        host.session.take(host.form.check_rows(answer, request, host.session.slots_of(request.lane)))
 
 
 def _goes_on(dialogue: HostDialogue) -> None:

@@ -191,8 +191,18 @@ def ready() -> gym.vector.VectorEnv[Any, Any, Any]:
         (Rollout, unpicklable(), {}, "env can't be handed to hosts: .*lock.*; expected an id, or"),
         (Rollout, flat, {"env_to_module_connector": unpicklable()}, "env_to_module_connector can't be handed to hosts"),
         (Rollout, ready(), {}, "env is .*, made already, and hosts make their own; expected a callable"),
-        (Rollout, gym.make("CartPole-v1"), {}, "env is .*, made already, and hosts make their own; expected a callable"),
-        (Rollout, ["CartPole-v1", 5], {}, r"env is \['CartPole-v1', 5\], but hosts make their own; expected a callable"),
+        (
+            Rollout,
+            gym.make("CartPole-v1"),
+            {},
+            "env is .*, made already, and hosts make their own; expected a callable",
+        ),
+        (
+            Rollout,
+            ["CartPole-v1", 5],
+            {},
+            r"env is \['CartPole-v1', 5\], but hosts make their own; expected a callable",
+        ),
     ],
     ids=["module", "torch module", "modules", "env", "connector", "ready", "made", "number"],
 )
