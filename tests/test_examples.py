@@ -58,7 +58,7 @@ LEARNS = {
     "stack_observations": Learns(65, RETURN, {"TARGET_RETURN": 65.0}),
     "r2d2_cartpole": Learns(50, "mean return .*", {"TARGET_RETURN": 50.0, "EVALUATE_EVERY": 1_000, "EPISODES": 20}),
     "adapt_policy": Learns(200, RETURN, {"UPDATES": 25}),
-    "remote_rollouts": Learns(80, r".*2 lanes × 32 slots, on 2 hosts.* steps, lost: {}\n", {"TARGET_RETURN": 80.0}),
+    "remote_rollouts": Learns(80, r".*2 lanes × 32 slots, .*on 2 hosts.* steps, lost: {}\n", {"TARGET_RETURN": 80.0}),
     "external_env": Learns(50, r"mean return .*lost: {}\n", {"TARGET_RETURN": 50.0}),
     "external_env that acts itself": Learns(0, r"mean return .*lost: {}\n", {"MAX_UPDATES": 2, "INFERENCE": "client"}),
     "two_processes": Learns(150, r"mean return .*s: the trainer has ended\n", {"TARGET_RETURN": 150.0}),

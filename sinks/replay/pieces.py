@@ -1,7 +1,7 @@
 """Learner pieces that work on what a replay has sampled: n-step returns, and goals in hindsight."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,8 @@ class HindsightGoals(ConnectorV2):
 
 def check_order(pieces: Sequence[ConnectorV2]) -> None:
     """Raise ReplayError where a piece before one that takes rewards from the replay could have changed them."""
-    for before, piece in pairwise(pieces_within(ConnectorPipelineV2(connectors=pieces))):
+    each = (pieces_within(piece) if isinstance(piece, ConnectorPipelineV2) else [piece] for piece in pieces)
+    for before, piece in pairwise(chain.from_iterable(each)):
         is_summing = isinstance(piece, SampledNStepReturns) and not isinstance(before, HindsightGoals)
         if is_summing or isinstance(piece, HindsightGoals):
             raise ReplayError(

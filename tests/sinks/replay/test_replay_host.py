@@ -181,13 +181,14 @@ def test_a_client_too_many_is_told_so_and_served_once_another_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SampleServer, "most_clients", 1)
-    with serving(Replay(512), tmp_path) as host, client_of(host, timeout=0.3) as other:
-        with client_of(host) as one:
-            assert one.report().inserted == 0
+    with serving(Replay(512), tmp_path) as host, client_of(host) as one:
+        assert one.report().inserted == 0  # a client dials when it is made: the other comes later
+        with client_of(host, timeout=0.3) as other:
             with pytest.raises(ReplayError, match="1 clients are served already, expected fewer"):
                 other.report()
-        other.timeout = 20.0
-        assert other.report().inserted == 0
+            one.close()
+            other.timeout = 20.0
+            assert other.report().inserted == 0
 
 
 def test_a_client_that_was_lost_makes_room_for_a_new_one(tmp_path: Path) -> None:

@@ -16,4 +16,4 @@ def test_lists_of_processes_say_what_one_is(place: Any) -> None:
     with Rollout("CartPole-v1", where=place, module=RandomModule, fragment_length=4) as rollout:
         next(rollout.fragments())
         made = [each for each in psutil.process_iter() if each.pid not in before]
-        assert ("rollflow-worker" if place == "processes" else "rollout-host") in [each.name() for each in made]
+        assert ("rollflow-worker" if place == "processes" else "rollflow-host") in [each.name() for each in made]
