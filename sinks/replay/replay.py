@@ -49,6 +49,9 @@ Parts = Sequence[tuple[ReplayTable, Fragment]]
 T = TypeVar("T")
 
 
+_OTHERS_S = 0.05  # after which a task looks whether another thread has changed something
+
+
 class Turns:
     """Lets threads, and tasks of any event loop, wait until their side may go on.
 
@@ -59,6 +62,8 @@ class Turns:
         self.lock = threading.RLock()
         self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
         self._waiting: dict[object, tuple[Side, float, Callable[[], object]]] = {}  # who: side, since when, how woken
+        self._changed: anyio.Event | None = None  # where tasks of the loop that has been entered wait
+        self._loop_thread = 0
 
     @property
     def waiting(self) -> Side | None:
@@ -74,6 +79,13 @@ class Turns:
         """Have those that wait look again; in any thread. The lock is held."""
         for _, _, wake in self._waiting.values():
             wake()
+        if self._changed is not None and self._loop_thread == threading.get_ident():
+            self._changed.set()  # at once: by a bell, the task that inserts could have ended before
+            self._changed = anyio.Event()
+
+    def enter_loop(self) -> None:
+        """Have tasks of this event loop, wake each other at once."""
+        self._changed, self._loop_thread = anyio.Event(), threading.get_ident()
 
     def begin_wait(self, who: object, side: Side, wake: Callable[[], object]) -> None:
         """Have `wake` called at each change, with the lock held, and count the time; again does nothing."""
@@ -115,6 +127,11 @@ class Turns:
 
     async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
         """Wait in a task, without the lock, until a side may go on."""
+        while self._changed is not None:
+            if self._may_go_on(admits):
+                return
+            with anyio.move_on_after(_OTHERS_S), self._counted(side, lambda: None):
+                await self._changed.wait()
         if self._may_go_on(admits):
             return
         with closing(Wakeup()) as bell, self._counted(side, bell.ring):
@@ -319,6 +336,7 @@ class Replay:
         After the last fragment, sends what the rate still allows; without a rate, nothing more.
         """
         is_over = False
+        self.turns.enter_loop()
 
         async def insert_all() -> None:
             nonlocal is_over
