@@ -1,7 +1,7 @@
 """Learner pieces that work on what a replay has sampled: n-step returns, and goals in hindsight."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, RowGoals, SampledSteps
 from rollflow.stream.data.columns import Columns
@@ -143,8 +142,7 @@ class HindsightGoals(ConnectorV2):
 
 def check_order(pieces: Sequence[ConnectorV2]) -> None:
     """Raise ReplayError where a piece before one that takes rewards from the replay could have changed them."""
-    each = (pieces_within(piece) if isinstance(piece, ConnectorPipelineV2) else [piece] for piece in pieces)
-    for before, piece in pairwise(chain.from_iterable(each)):
+    for before, piece in pairwise(pieces_within(pieces)):
         is_summing = isinstance(piece, SampledNStepReturns) and not isinstance(before, HindsightGoals)
         if is_summing or isinstance(piece, HindsightGoals):
             raise ReplayError(

@@ -84,7 +84,7 @@ class Turns:
             self._changed = anyio.Event()
 
     def enter_loop(self) -> None:
-        """Have tasks of this event loop, wake each other at once."""
+        """Have tasks of this event loop wake each other at once."""
         self._changed, self._loop_thread = anyio.Event(), threading.get_ident()
 
     def begin_wait(self, who: object, side: Side, wake: Callable[[], object]) -> None:

@@ -1,7 +1,7 @@
 """The pipelines of a rollout and a learner: into the module, from it to the environments, and into a train batch."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any, ClassVar, Self
 
@@ -286,8 +286,8 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         return made
 
 
-def pieces_within(*pipelines: ConnectorPipelineV2) -> Iterator[ConnectorV2]:
-    """Every piece of the pipelines, those of nested pipelines included."""
+def pieces_within(*pipelines: Iterable[ConnectorV2]) -> Iterator[ConnectorV2]:
+    """Every piece of pipelines, or of sequences of pieces, those of nested pipelines included."""
     for piece in (piece for pipeline in pipelines for piece in pipeline):
         if isinstance(piece, ConnectorPipelineV2):
             yield from pieces_within(piece)
