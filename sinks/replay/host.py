@@ -387,9 +387,16 @@ class ReplayHost:
         except EnvError as error:
             raise RunError(str(error)) from error
         self.rollouts, self.trainers = self._stream.address, server.address
+        self.replay.turns.enter_loop()
         leaving = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            for part in (server.run, self._insert_all, self._save_again_and_again, self._remind):
+            for part in (
+                server.run,
+                self.replay.turns.relay,
+                self._insert_all,
+                self._save_again_and_again,
+                self._remind,
+            ):
                 tasks.start_soon(part)
             task_status.started(leaving)
             await leaving.wait()

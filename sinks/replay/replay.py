@@ -6,7 +6,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
 from math import inf
@@ -49,11 +49,8 @@ Parts = Sequence[tuple[ReplayTable, Fragment]]
 T = TypeVar("T")
 
 
-_OTHERS_S = 0.05  # after which a task looks whether another thread has changed something
-
-
 class Turns:
-    """Lets threads, and tasks of any event loop, wait until their side may go on.
+    """Lets threads, and tasks of one event loop, wait until their side may go on.
 
     lock       held while anything is changed, or looked at
     """
@@ -62,8 +59,8 @@ class Turns:
         self.lock = threading.RLock()
         self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
         self._waiting: dict[object, tuple[Side, float, Callable[[], object]]] = {}  # who: side, since when, how woken
-        self._changed: anyio.Event | None = None  # where tasks of the loop that has been entered wait
-        self._loop_thread = 0
+        self._changed: anyio.Event | None = None  # where tasks wait
+        self._loop_thread, self._bell = 0, Wakeup()  # rung by other threads than the event loop's
 
     @property
     def waiting(self) -> Side | None:
@@ -79,13 +76,25 @@ class Turns:
         """Have those that wait look again; in any thread. The lock is held."""
         for _, _, wake in self._waiting.values():
             wake()
-        if self._changed is not None and self._loop_thread == threading.get_ident():
-            self._changed.set()  # at once: by a bell, the task that inserts could have ended before
-            self._changed = anyio.Event()
+        if self._changed is None:
+            return
+        if self._loop_thread != threading.get_ident():
+            self._bell.ring()
+            return
+        self._changed.set()  # at once: by the bell, the task that inserts could have ended before
+        self._changed = anyio.Event()
 
     def enter_loop(self) -> None:
-        """Have tasks of this event loop wake each other at once."""
+        """Let tasks of this event loop wait, from now on; `relay` is one of them."""
         self._changed, self._loop_thread = anyio.Event(), threading.get_ident()
+
+    async def relay(self) -> None:
+        """Have tasks look again whenever another thread has changed something; until this is cancelled."""
+        while True:
+            await anyio.wait_readable(self._bell.fileno())
+            self._bell.silence()
+            with self.lock:
+                self.notify()
 
     def begin_wait(self, who: object, side: Side, wake: Callable[[], object]) -> None:
         """Have `wake` called at each change, with the lock held, and count the time; again does nothing."""
@@ -127,21 +136,14 @@ class Turns:
 
     async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
         """Wait in a task, without the lock, until a side may go on."""
-        while self._changed is not None:
-            if self._may_go_on(admits):
-                return
-            with anyio.move_on_after(_OTHERS_S), self._counted(side, lambda: None):
-                await self._changed.wait()
-        if self._may_go_on(admits):
-            return
-        with closing(Wakeup()) as bell, self._counted(side, bell.ring):
-            while not self._may_go_on(admits):
-                await anyio.wait_readable(bell.fileno())
-                bell.silence()
-
-    def _may_go_on(self, admits: Callable[[], bool]) -> bool:
-        with self.lock:
-            return admits()
+        while True:
+            with self.lock:
+                if admits():
+                    return
+                changed = self._changed
+            assert changed is not None
+            with self._counted(side, lambda: None):
+                await changed.wait()
 
 
 @checking_constructor()
@@ -246,7 +248,7 @@ class Replay:
                 self.turns.notify()
 
     async def insert_in_loop(self, fragment: AnyFragment) -> None:
-        """Insert a fragment as soon as the rate lets it through; in a task of an event loop."""
+        """Insert a fragment as soon as the rate lets it through; in an event loop that `turns` has entered."""
         with self._lock:
             parts = self._announced(fragment)
         await self.turns.wait_in_loop("insert", lambda: _admit(parts))
@@ -356,7 +358,8 @@ class Replay:
 
         with out_of_group():
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ending_quietly, insert_all)
+                for beside in (self.turns.relay, insert_all):
+                    tasks.start_soon(ending_quietly, beside)
                 await send_all()  # which ends behind the last insert
                 tasks.cancel_scope.cancel()
 

@@ -172,12 +172,16 @@ async def test_whole_episodes_come_from_a_graph_as_soon_as_there_are_some() -> N
 
 async def test_a_thread_that_inserts_beside_tasks_wakes_those_that_wait_for_steps() -> None:
     played, replay = Played(2, 1), Replay(500, rate=SamplesPerInsert(1.0), batch_size=1, seed=0)
+    replay.turns.enter_loop()
     with anyio.fail_after(60):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(replay.turns.wait_in_loop, "sample", replay.may_sample)
-            await wait_all_tasks_blocked()
-            assert replay.report().waiting == "sample"
-            await anyio.to_thread.run_sync(lambda: replay.insert(played.fragments[0]))
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(replay.turns.relay)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(replay.turns.wait_in_loop, "sample", replay.may_sample)
+                await wait_all_tasks_blocked()
+                assert replay.report().waiting == "sample"
+                await anyio.to_thread.run_sync(lambda: replay.insert(played.fragments[0]))
+            beside.cancel_scope.cancel()
     assert len(replay.sample()["ids"]) == 1
 
 
