@@ -29,7 +29,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/connectors/pipelines": (1063, 15),  # actions of a Box fused; names of pieces, from nodes/connectors
     "nodes/env": (1937, 27),  # environments of several agents, which stood in nodes/env/multi_agent
     "nodes/env/remote": (1764, 21),  # a lane on a host is its own record
-    "nodes/env/workers": (1830, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
+    "nodes/env/workers": (1832, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (242, 3),  # an address checked before the thread starts
     "nodes/launch": (417, 9),
     "nodes/logs": (745, 13),
@@ -45,7 +45,7 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks": (93, 1),  # the locked folder of replays and datasets
     "sinks/datasets": (2005, 25),
     "sinks/learner": (87, 4),
-    "sinks/replay": (2217, 33),  # clients of a host bounded
+    "sinks/replay": (2241, 33),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2896, 31),
     "stream": (64, 0),
     "stream/data": (1292, 34),  # closing, from nodes, and spaces of agents; memory checks, from stream/observe
