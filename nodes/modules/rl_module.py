@@ -9,7 +9,7 @@ import torch
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.modules.distribution import DistributionType, distribution_for
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ModuleError, shown
+from rollflow.stream.data.errors import ModuleError, more_than_one, shown
 from rollflow.stream.data.tree import leaves_of
 
 Batch = dict[str, Any]
@@ -57,8 +57,13 @@ class RLModule(torch.nn.Module):
         return self._forward_inference(batch, **kwargs)
 
     def forward_train(self, batch: Batch, **kwargs: Any) -> Batch:
-        """Forward pass for losses."""
-        return self._forward_train(batch, **kwargs)
+        """Forward pass for losses. Raises ModuleError for `vf_preds` of another shape than one number for each row."""
+        output = self._forward_train(batch, **kwargs)
+        values, inputs = output.get(Columns.VF_PREDS), output.get(Columns.ACTION_DIST_INPUTS)
+        if values is not None and inputs is not None and values.shape != inputs.shape[:-1]:
+            text = more_than_one(Columns.VF_PREDS, values.shape, inputs.shape[:-1])
+            raise ModuleError(f"{type(self).__name__}.forward_train: {text}").see("module")
+        return output
 
     def forward(self, batch: Batch, **kwargs: Any) -> Batch:
         """`forward_train`, for callers of the module itself."""

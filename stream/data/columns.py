@@ -34,5 +34,8 @@ class Columns:
     POLICY_VERSION = "policy_version"
 
 
+ONE_EACH = frozenset({Columns.VF_PREDS, Columns.ACTION_LOGP})
+"""Outputs that are one number for each step."""
+
 RULED_OUT = -1e9
 """A logit of this or less in `action_dist_inputs` rules its Discrete or MultiDiscrete action out."""

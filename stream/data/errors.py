@@ -5,7 +5,7 @@ running*. The first is raised before anything runs, where possible. Each class i
 caller would expect.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -71,6 +71,13 @@ class RollflowError(Exception):
         """Add a note before the one that names a page."""
         super().add_note(note)
         self.__notes__.sort(key=lambda each: each.startswith(SEE))
+
+
+def more_than_one(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
+    """The text of the error for values of another shape than the expected, which has one number for each step."""
+    return (
+        f"'{name}' has shape {list(shape)}, expected {list(expected)}: one number for each step, as squeeze(-1) gives"
+    )
 
 
 class GraphError(RollflowError, ValueError):

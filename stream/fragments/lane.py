@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, PrivateBlock, SharedBlock
 from rollflow.stream.data.column import Column, write_row
-from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, EnvError
+from rollflow.stream.data.columns import ONE_EACH, Columns
+from rollflow.stream.data.errors import ColumnError, EnvError, more_than_one
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
@@ -128,6 +128,8 @@ class LaneColumns:
                     f"output '{name}' is {leaf.dtype}{list(leaf.shape)}, expected numbers with a leading axis of "
                     f"{slots}, one row per slot"
                 ).see("module")
+            if name in ONE_EACH and leaf.ndim > 1:
+                raise ColumnError(more_than_one(name, leaf.shape, (slots,))).see("module")
         return self._empty(name, row, self._rows)
 
     def like(self, old: Mapping[str, Column], *, are_written: bool) -> dict[str, Column]:

@@ -28,7 +28,7 @@ from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agen
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, RollflowError
+from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, RollflowError, more_than_one
 from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
@@ -103,8 +103,7 @@ class TrainSteps:
                 "stand before NStepReturns"
             )
         if Columns.REWARDS in self.batch:
-            values = self.batched(Columns.REWARDS)
-            return np.asarray(values.cpu() if torch.is_tensor(values) else values, np.float32)
+            return _one_each(Columns.REWARDS, as_array(self.batched(Columns.REWARDS)), ConnectorError)
         return np.asarray(self.recorded(Columns.REWARDS) if len(self) else (), np.float32)
 
     def finite_rewards(self) -> Floats:
@@ -285,6 +284,15 @@ class StepsConnector(ConnectorV2):
 def tensors_of(arrays: Tree, device: torch.device) -> Tree:
     """A tree of arrays, or of tensors, as tensors on a device; what is read-only is copied."""
     return map_tree(lambda leaf: (leaf if torch.is_tensor(leaf) else tensor_of(leaf)).to(device), arrays)
+
+
+def _one_each(column: str, values: Any, error: type[RollflowError]) -> Floats:
+    """Values of all steps as f32[B]. Raises `error` where they are not one number for each step."""
+    numbers: Floats = np.asarray(values, np.float32)
+    if numbers.ndim > 1:
+        topic = "module" if error is ModuleError else "piece"
+        raise error(more_than_one(column, numbers.shape, numbers.shape[:1])).see(topic)
+    return numbers
 
 
 def is_in_list_form(batch: Batch) -> bool:
@@ -685,12 +693,7 @@ class GeneralAdvantageEstimation(StepsConnector):
     def _values(self, rl_module: Any, steps: TrainSteps) -> Floats:
         """f32[B]: the value of the observation before every step."""
         if Columns.VF_PREDS in steps.extra_columns:
-            recorded: Floats = np.asarray(steps.recorded(Columns.VF_PREDS), np.float32)
-            if recorded.ndim > 1:
-                raise ModuleError(
-                    f"'{Columns.VF_PREDS}' has shape {list(recorded.shape)}, expected {list(recorded.shape[:1])}: one "
-                    "number for each step; squeeze(-1) what a layer with one output gives"
-                ).see("module")
+            recorded = _one_each(Columns.VF_PREDS, steps.recorded(Columns.VF_PREDS), ModuleError)
             steps.check_finite(recorded, f"the module's '{Columns.VF_PREDS}'", ModuleError)
             return recorded
         if is_stateful(rl_module):
@@ -782,7 +785,7 @@ def _ratios_and_values(rl_module: Any, steps: TrainSteps, observations: Tree) ->
     logp = numbers_of(
         distribution.logp(tensors_of(steps.recorded(Columns.ACTIONS), device)), "logp of actions", name, (len(steps),)
     )
-    acted = steps.recorded(Columns.ACTION_LOGP).astype(np.float32, copy=False)
+    acted = _one_each(Columns.ACTION_LOGP, steps.recorded(Columns.ACTION_LOGP), ModuleError)
     if Columns.VF_PREDS in output:
         values = numbers_of(output[Columns.VF_PREDS], f"'{Columns.VF_PREDS}'", name, (len(steps),))
         steps.check_finite(values, f"the module's '{Columns.VF_PREDS}'", ModuleError)

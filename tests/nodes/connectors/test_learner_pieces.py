@@ -309,7 +309,7 @@ class NoValues:
         (Silent(), r"Silent.forward_train gave \['actions'\], expected 'action_dist_inputs' among them"),
         (NoValues(), r"VTrace needs values, but module 'NoValues' has no compute_values\(batch\)"),
         (Tens(values=False), r"Tens.forward_train gave \['action_dist_inputs'\], expected 'vf_preds'"),
-        (Unsqueezed(), r"'vf_preds' of module 'Unsqueezed' has shape \[2, 1\], expected \[2\]"),
+        (Unsqueezed(), r"Unsqueezed.forward_train: 'vf_preds' has shape \[2, 1\], expected \[2\]: one number for each"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -322,6 +322,19 @@ def test_episodes_without_log_probabilities_are_refused() -> None:
     bare = SingleAgentEpisode(observations=[0, 1], actions=[0], rewards=[1.0], len_lookback_buffer=0)
     with pytest.raises(ModuleError, match=r"VTrace needs 'action_logp', .* but the episodes have none; .*: none"):
         traced(bare)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "name"),
+    [
+        (episode([1, 2]), {"rewards": np.ones((2, 1))}, "rewards"),
+        (episode([1, 2], logp=np.zeros(1)), {}, "action_logp"),  # type: ignore[arg-type]
+    ],
+    ids=["rewards", "log-probabilities"],
+)
+def test_numbers_with_an_axis_too_many_are_refused(given: Any, batch: dict[str, Any], name: str) -> None:
+    with pytest.raises((ConnectorError, ModuleError), match=rf"'{name}' has shape \[2, 1\], expected \[2\]: one"):
+        batch_of(VTrace(), given, module=Tens(), batch=batch)
 
 
 def test_several_steps_at_once_are_refused_of_a_stateful_module() -> None:

@@ -649,6 +649,14 @@ def one_left(others: float) -> torch.Tensor:
             ColumnError,
             r"output 'loss' is float32\[\], expected numbers with a leading axis of 3",
         ),
+        *(
+            (
+                {"actions": torch.zeros(3, dtype=torch.int64), name: torch.zeros(3, 1)},
+                ColumnError,
+                rf"lane 0: '{name}' has shape \[3, 1\], expected \[3\]: one number for each step",
+            )
+            for name in ("vf_preds", "action_logp")
+        ),
         (torch.zeros(3), ModuleError, "Outputs.forward_exploration returned Tensor, expected a dict of tensors"),
         (
             {"action_dist_inputs": one_left(-torch.inf)},
