@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -33,6 +33,7 @@ from rollflow.policy.serving.request import (
     pack,
     unpack,
 )
+from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at, with_tuples
 from rollflow.stream.net.backoff import WaitReminder, pause_s
@@ -91,7 +92,7 @@ class _Session:
             self.number += 1
 
 
-class PolicyClient:
+class PolicyClient(ClosedOnExit):
     """Has policies act that `rollflow serve`, or an `HttpServer`, serves elsewhere. Takes the extra `serve`.
 
         address      of the server, `http://host:port` or `https://host:port`
@@ -260,12 +261,6 @@ class PolicyClient:
         if (socket := self._socket) is not None:
             socket.close()
         self._thread.join(_CLOSE_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Asking
 

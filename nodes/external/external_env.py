@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +22,7 @@ from rollflow.nodes.env.observation_check import misfit_of
 from rollflow.nodes.env.remote.env_host import EnvHost
 from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
-from rollflow.stream.data.closing import closing_on_error
+from rollflow.stream.data.closing import ClosedOnExit, closing_on_error
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
@@ -172,7 +172,7 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
         return map_tree(lambda like, leaf: np.asarray(leaf, like.dtype)[None], self._row, logged.observation)
 
 
-class ExternalEnv:
+class ExternalEnv(ClosedOnExit):
     """Environments that step themselves, such as a game, a robot or a live service: they ask for actions, log rewards.
 
         address              of the rollout, `tcp://host:port` or `unix:/path`
@@ -305,12 +305,6 @@ class ExternalEnv:
         self._thread.join()
         self._end(EnvError("this external environment is closed"))
         self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Inside
 

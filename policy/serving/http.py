@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -36,6 +36,7 @@ from rollflow.policy.serving.request import (
     unpack,
 )
 from rollflow.policy.serving.shelf import Shelf, Watcher
+from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import EnvError, WireError, shown
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at
 from rollflow.stream.wire.address import TcpAddress
@@ -191,7 +192,7 @@ def _check_map(fields: Any) -> None:
         raise RequestError(f"the request is {type(fields).__name__}, expected an object with 'observation'")
 
 
-class HttpServer:
+class HttpServer(ClosedOnExit):
     """Serves a shelf of policies over HTTP and WebSocket, until it is closed.
 
         shelf         the policies
@@ -260,12 +261,6 @@ class HttpServer:
         self._server.should_exit = True
         self._thread.join()
         close_sockets(self._sockets)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Acting
 

@@ -16,7 +16,7 @@ from functools import cache, partial
 from importlib import metadata as packages
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ from rollflow.sinks.datasets.fragment_tables import (
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.locked_folder import sync
+from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, DatasetError, PolicyError, shown
 from rollflow.stream.data.tree import kind_of, map_tree
@@ -224,7 +225,7 @@ class _StepCounts:
         return self.handed_over - self.committed
 
 
-class DatasetSink:
+class DatasetSink(ClosedOnExit):
     """Writes fragments to the dataset in a folder: an object that one calls, and a node of a graph.
 
         path             folder, which is made; a dataset that is there already is added to
@@ -355,12 +356,6 @@ class DatasetSink:
         self._folder.unlock()
         if not self._is_reported:
             self._raise_failure()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<DatasetSink {os.fspath(self._folder.path)!r}: {self._steps.committed} steps committed>"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import inf
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from rollflow.sinks.replay.sampled_steps import detached
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
 from rollflow.stream import wire
+from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.data.tree import with_tuples
 from rollflow.stream.net.backoff import WaitReminder
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _HOSTS_SHARE = 0.9  # of the time that an answer is waited for, so that a reason not to sample comes in time
 
 
-class ReplayClient:
+class ReplayClient(ClosedOnExit):
     """Samples from a `ReplayHost`, or `rollflow replay-host`, elsewhere.
 
         address    where the host listens for trainers: 'tcp://host:port' or 'unix:/path'
@@ -114,12 +115,6 @@ class ReplayClient:
         """Say goodbye; calls under way raise ReplayError."""
         self._link.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _Link:
     """Asks a host, from any number of threads, until it is closed. A connection that breaks is dialled again."""
@@ -128,8 +123,7 @@ class _Link:
         self._endpoint, self._name = endpoint, name[:256]
         self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
-        self._fatal: Exception | None = None
-        self._is_closing = False
+        self._ending: Exception | None = None  # once there is no more to be asked
         self._loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
         self._loop.dial([endpoint.address], endpoint.tls)
         self._changed = threading.Condition(self._loop.lock)  # of all of the above
@@ -162,10 +156,8 @@ class _Link:
     def _wait(self, patience: WaitReminder, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or ReplayError."""
         while not is_there():
-            if self._fatal is not None:
-                raise self._fatal
-            if self._is_closing:
-                raise ReplayError("this client is closed")
+            if self._ending is not None:
+                raise self._ending.with_traceback(None)  # of an earlier call
             if patience.is_over:
                 raise ReplayError(self._host(f"has not answered within {patience.limit:g} s"))
             self._changed.wait(patience.left)
@@ -177,7 +169,7 @@ class _Link:
     def close(self) -> None:
         """Say goodbye; requests under way raise ReplayError."""
         with self._changed:
-            self._is_closing = True
+            self._ending = self._ending or ReplayError("this client is closed")
             self._changed.notify_all()
         self._loop.wakeup.ring()
         self._thread.join()
@@ -208,10 +200,10 @@ class _Link:
     def _run(self) -> None:
         try:
             self._loop.tick(monotonic())
-            while not self._is_closing and self._fatal is None:
+            while self._ending is None:
                 self._loop.turn()
         except Exception as error:
-            self._fatal = error
+            self._ending = self._ending or error
         with self._changed:
             for peer in self._loop.peers:
                 peer.connection.goodbye("the client is closed")
@@ -251,4 +243,4 @@ class _Link:
             logger.info("%s: %s; it is dialled again", peer.where, error)
         else:
             peer.connection.refuse(getattr(error, "code", "message"), str(error))
-            self._fatal = error
+            self._ending = self._ending or error

@@ -11,13 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
 from rollflow.stream import wire
+from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
@@ -272,7 +273,7 @@ class TrainerUplink:
             )
 
 
-class WeightsFollower:
+class WeightsFollower(ClosedOnExit):
     """Takes the newest weights of a `TrainerStream`, for whoever acts elsewhere, such as a server of policies.
 
         address        where the trainer listens: 'tcp://host:port', 'unix:/path' or 'shm:/path'
@@ -317,12 +318,6 @@ class WeightsFollower:
         """Say goodbye, and end the thread."""
         self._uplink.close("it follows no more")
         self._uplink.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # In the thread
 

@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 Closing = tuple[str, Callable[[], Any]]
 """A name, for errors, and the function that closes."""
@@ -36,6 +36,20 @@ def noting_in(error: BaseException | None) -> Iterator[None]:
             raise
         if other is not error:
             error.add_note(f"closing raised as well: {type(other).__name__}: {other}")
+
+
+class ClosedOnExit:
+    """Base of what a `with` block closes; an error of closing goes into the notes of the block's error."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with noting_in(error):
+            self.close()
 
 
 @contextmanager

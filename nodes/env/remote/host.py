@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.stream import wire
-from rollflow.stream.data.closing import Closing, close_all, noting_in
+from rollflow.stream.data.closing import ClosedOnExit, Closing, close_all
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
@@ -101,7 +101,7 @@ class Drain:
         return f"{done}, still at something: {', '.join(map(str, busy))}" if busy else done
 
 
-class Host:
+class Host(ClosedOnExit):
     """Connections of a host with gateways, and a thread for every lane; `EnvHost` and `RolloutHost` are made of it.
 
     lanes       what the threads work with, in the order of the Hello: with `env`, that are to be closed, and
@@ -229,13 +229,6 @@ class Host:
                 self._close_lanes()
             finally:
                 self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with noting_in(error):
-            self.close()
 
     # Connections
 
