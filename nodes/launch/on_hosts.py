@@ -4,8 +4,8 @@ import importlib.util
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rollflow.nodes.argument_checks import check_numbers, checked_count
 from rollflow.nodes.env.remote.remote_envs import RemoteRollouts
 from rollflow.nodes.env.workers.worker_process import pickled, refuse_in_worker
-from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
+from rollflow.nodes.launch.process_launcher import ProcessLauncher, ProgramProcess
 from rollflow.nodes.launch.program import serve_rollouts
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import SEE, EnvError, shown
@@ -21,7 +21,7 @@ from rollflow.stream.net.backoff import Reminder, pause_s
 from rollflow.stream.wire import TcpAddress, parse_address
 
 if TYPE_CHECKING:
-    from rollflow.nodes.launch.ray_launcher import RayLauncher
+    from rollflow.nodes.launch.ray_launcher import RayLauncher, RayProgram
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,30 @@ _MOST_FAILURES = 5  # in a row, as a lane may be lost
 _MOST_AT_FIRST = 1  # while no rollout has begun: all hosts run the same program, so that a second one is no accident
 
 
-class HostKeeper:
-    """Keeps the hosts of a rollout alive, in a thread of its own, until it is closed.
+@dataclass(slots=True, eq=False)
+class KeptHost:
+    """A host that is kept alive.
 
-        launcher      that has started them
-        handles       of the hosts
+    program     that runs, or ran last
+    since       when it was started last, on the clock `monotonic`
+    failures    in a row
+    due         when it is to be started again; None: it runs
+    reason      how it failed last, in one line; "": it never did
+    """
+
+    program: "ProgramProcess | RayProgram"
+    since: float = field(default_factory=monotonic)
+    failures: int = 0
+    due: float | None = None
+    reason: str = ""
+
+
+class HostKeeper:
+    """Starts the hosts of a rollout, and keeps them alive, in a thread of its own, until it is closed.
+
+        launcher      runs them
+        num_hosts     number of hosts
+        call          pickled, that each makes
         look_s        seconds between two looks at them
         forgiven_s    seconds: a host that has run for so long may fail as often as one that never did
 
@@ -46,23 +65,30 @@ class HostKeeper:
     def __init__(
         self,
         launcher: "ProcessLauncher | RayLauncher",
-        handles: Sequence[Handle],
+        num_hosts: int,
+        call: bytes,
         *,
         look_s: float = 0.25,
         forgiven_s: float = 60.0,
     ) -> None:
         self._look_s, self._forgiven_s = look_s, forgiven_s
-        self._launcher, self._hosts = launcher, handles
-        self._waiting: Reminder | None = None  # while any host waits for something
+        self._launcher: Any = launcher  # of programs of its own kind
+        self._call = call
+        self._hosts: list[KeptHost] = []
+        self._waits = ""  # what hosts wait for
+        self._waiting: Reminder | None = None  # while any does
         self._broken: Exception | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="rollflow hosts", daemon=True)
+        with closing_on_error(self._stop):
+            for number in range(num_hosts):
+                self._hosts.append(KeptHost(self._launcher.run(number, call)))
         self._thread.start()
 
     @property
     def problems(self) -> list[str]:
         """Why hosts are not there, a line each. From any thread."""
-        reasons = [host.waits or host.reason for host in self._hosts]
+        reasons = [self._waits, *(host.reason for host in self._hosts)]
         return [reason for reason in dict.fromkeys(reasons) if reason]
 
     def check(self, *, is_first: bool) -> None:
@@ -78,10 +104,13 @@ class HostKeeper:
             raise EnvError(f"hosts fail again and again: {'; '.join(self.problems)}").see("started hosts")
 
     def close(self) -> None:
-        """Have the launcher end all hosts."""
+        """End all hosts."""
         self._closing.set()
         self._thread.join()
-        self._launcher.stop()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._launcher.stop([host.program for host in self._hosts])
 
     def _keep(self) -> None:
         while not self._closing.wait(self._look_s):
@@ -94,35 +123,38 @@ class HostKeeper:
 
     def _look(self) -> None:
         """Take note of every host, and start those again whose pause is over."""
-        alive = set(self._launcher.alive())
-        for host in self._hosts:
-            if host in alive or not host.end:  # without a failure it has been told goodbye
-                continue
-            if host.due is None:
-                self._note_end(host)
+        running = []
+        for number, host in enumerate(self._hosts):
+            if (end := host.program.end) is None:
+                running.append(number)
+            elif not end:
+                continue  # it has been told goodbye
+            elif host.due is None:
+                self._note_end(host, end)
             elif host.due <= monotonic() and host.failures <= _MOST_FAILURES:
-                self._launcher.restart(host)
+                host.program.kill()
+                host.program = self._launcher.run(number, self._call)
                 host.since, host.due = monotonic(), None
-        self._remind()
+        self._remind(self._launcher.waits(running))
 
-    def _remind(self) -> None:
+    def _remind(self, waits: str) -> None:
         """Log what hosts wait for, where that takes long."""
-        waits = list(dict.fromkeys(host.waits for host in self._hosts if host.waits))
+        self._waits = waits
         if not waits:
             self._waiting = None
             return
         self._waiting = self._waiting or Reminder(monotonic())
         if self._waiting.is_due(monotonic()):
-            logger.warning("hosts are not there: %s", "; ".join(waits))
+            logger.warning("hosts are not there: %s", waits)
 
-    def _note_end(self, host: Handle) -> None:
-        now, log = monotonic(), self._launcher.logs(host).strip()
+    def _note_end(self, host: KeptHost, end: str) -> None:
+        now, log = monotonic(), host.program.log.strip()
         host.failures = 1 if now - host.since >= self._forgiven_s else host.failures + 1
         host.due = now + pause_s(host.failures, _LONGEST_PAUSE_S)
-        lines = [line for line in log.splitlines() if not line.startswith(SEE)]
-        host.reason = f"host {host.name} {host.end}" + (f": {lines[-1]}" if lines else "")
+        name, lines = host.program.name, [line for line in log.splitlines() if not line.startswith(SEE)]
+        host.reason = f"host {name} {end}" + (f": {lines[-1]}" if lines else "")
         given_up = ", and is given up" if host.failures > _MOST_FAILURES else ""
-        logger.warning("host %s %s%s; it wrote:\n%s", host.name, host.end, given_up, log)
+        logger.warning("host %s %s%s; it wrote:\n%s", name, end, given_up, log)
 
 
 _Strategy = Literal["spread", "pack"]
@@ -208,7 +240,7 @@ class OnRay:
         from rollflow.nodes.launch.ray_launcher import RayLauncher
 
         amounts = {name: amount for name, amount in self._amounts().items() if amount}
-        launcher = RayLauncher(self.strategy, amounts, self.runtime_env or {})
+        launcher = RayLauncher(self.num_hosts, self.strategy, amounts, self.runtime_env or {})
         return _started(self, options, launcher, self.address or f"tcp://{launcher.node_address()}:0")
 
     def _amounts(self) -> dict[str, float]:
@@ -230,6 +262,5 @@ def _started(
     hosts = RemoteRollouts.listen(address, secret=secret, hosts=place.num_hosts, join_timeout=place.join_timeout)
     with closing_on_error(hosts.close):
         call = pickled(partial(serve_rollouts, options, str(hosts.addresses[0]), secret), options.items(), "hosts")
-        handles = launcher.start(place.num_hosts, call)
-        hosts.supply = HostKeeper(launcher, handles)
+        hosts.supply = HostKeeper(launcher, place.num_hosts, call)
     return hosts

@@ -6,43 +6,17 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from time import monotonic
+from typing import Any
 
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
 from rollflow.stream.data.blocks import written_block
-from rollflow.stream.data.closing import closing_on_error
 
 _MOST_BYTES = 1 << 14  # of what it has written
 _LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read
 _ENDING_S = 1.0  # for programs that are ending by themselves
 _LEAVING_S = 5.0  # for those that are told to end once nobody needs them
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """A program that a launcher has started; the launcher's `alive` brings the first fields up to date.
-
-    name     stays the same when the program is started again
-    waits    what it waits for before it can begin, in words; "" where it waits for nothing
-    end      how it has ended, in words; "" while it runs, and where it ended as it should
-
-    What a `HostKeeper` notes:
-
-    since       when it was started last, on the clock `monotonic`
-    failures    in a row
-    due         when it is to be started again; None: it runs
-    reason      how it failed last, in one line; "": it never did
-    """
-
-    name: str
-    waits: str = ""
-    end: str = ""
-    since: float = field(default_factory=monotonic)
-    failures: int = 0
-    due: float | None = None
-    reason: str = ""
 
 
 class ProgramProcess:
@@ -56,6 +30,7 @@ class ProgramProcess:
     """
 
     def __init__(self, call: bytes, name: str, preload: str | None = None) -> None:
+        self.name = name
         self._worker = WorkerProcess("rollflow.nodes.launch.program", 2, preload=preload)
         orders, written = self._worker.sockets
         self._end: str | None = None
@@ -111,58 +86,36 @@ class ProgramProcess:
 
 
 class ProcessLauncher:
-    """Starts programs that make one call, as processes of this machine.
+    """Runs programs that make one call, as processes of this machine.
 
     preload    module that takes long to import: see `WorkerProcess`
 
-    It starts once, and is used by one thread at a time. None of its programs outlives the process that has it, not even
-    where that process is killed.
+    None of its programs outlives the process that has it, not even where that process is killed.
     """
 
     def __init__(self, preload: str | None = None) -> None:
-        self._programs: dict[Handle, ProgramProcess] = {}
-        self._call, self._preload = b"", preload
+        self._preload = preload
 
-    def start(self, n: int, call: bytes) -> list[Handle]:
-        """Start so many programs: each makes a pickled call with the name of its handle."""
-        self._call = call
-        with closing_on_error(self.stop):
-            for number in range(n):
-                handle = Handle(f"process-{number}")
-                self._programs[handle] = self._run(handle)
-        return list(self._programs)
+    def run(self, number: int, call: bytes) -> ProgramProcess:
+        """Run the program of a number: it makes a pickled call with its name."""
+        return ProgramProcess(call, f"process-{number}", self._preload)
 
-    def alive(self) -> list[Handle]:
-        """The programs that run."""
-        for handle, program in self._programs.items():
-            handle.end = program.end or ""
-        return [handle for handle, program in self._programs.items() if program.end is None]
+    def waits(self, running: Sequence[int]) -> str:
+        """What some of these programs wait for before they can begin, in words; "": none does."""
+        return ""
 
-    def logs(self, handle: Handle) -> str:
-        """Lines that a program has written last."""
-        return self._programs[handle].log
-
-    def restart(self, handle: Handle) -> None:
-        """Start a program again; one that runs is killed first."""
-        self._programs[handle].kill()
-        self._programs[handle], handle.end = self._run(handle), ""
-
-    def stop(self) -> None:
+    def stop(self, programs: Sequence[ProgramProcess]) -> None:
         """End all programs: those that are ending by themselves first, the others by SIGTERM, and then by SIGKILL."""
-        programs = list(self._programs.values())
-        _await(programs, _ENDING_S)
+        await_ends(programs, _ENDING_S)
         for program in programs:
             program.terminate()
-        _await(programs, _LEAVING_S)
+        await_ends(programs, _LEAVING_S)
         for program in programs:
             program.kill()
-        self._programs.clear()
-
-    def _run(self, handle: Handle) -> ProgramProcess:
-        return ProgramProcess(self._call, handle.name, self._preload)
 
 
-def _await(programs: Iterable[ProgramProcess], timeout: float) -> None:
+def await_ends(programs: Sequence[Any], timeout: float) -> None:
+    """Wait until all programs have ended, for so many seconds at most."""
     until = monotonic() + timeout
     for program in programs:
         program.wait(max(0.0, until - monotonic()))

@@ -59,13 +59,13 @@ def all_free() -> bool:
 
 def actors_of(rollout: Rollout) -> dict[int, psutil.Process]:
     """The actor of each host, by the host's process."""
-    launcher = rollout.environments._supply._launcher
+    hosts = rollout.environments._supply._hosts
 
     def pids(host: RayHost) -> tuple[int, int]:
         assert host._program is not None
         return host._program._worker.pid, os.getpid()
 
-    told = ray.get([placed.actor.__ray_call__.remote(pids) for placed in launcher._placed.values()], timeout=LONGEST_S)
+    told = ray.get([each.program._actor.__ray_call__.remote(pids) for each in hosts], timeout=LONGEST_S)
     return {host: psutil.Process(actor) for host, actor in told}
 
 
@@ -213,18 +213,20 @@ def test_hosts_whose_environment_can_not_be_made_say_so(cluster: Cluster) -> Non
     await_that(all_free)
 
 
-def test_the_five_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster) -> None:
+def test_the_programs_of_a_launcher_are_what_they_are_as_processes(cluster: Cluster) -> None:
     variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    launcher = RayLauncher("spread", {"CPU": 1}, {"env_vars": variables})
-    first, _ = launcher.start(2, call_of("wait"))
-    await_that(lambda: launcher.logs(first).endswith("waits\n"))
-    assert launcher.logs(first).startswith("['wait'] ray-0\n")
-    assert [handle.name for handle in launcher.alive()] == ["ray-0", "ray-1"]
-    launcher.restart(first)
-    await_that(lambda: "waits" in launcher.logs(first))
-    assert (first.end, len(launcher.alive())) == ("", 2)
-    launcher.stop()
-    assert launcher.alive() == []
+    launcher = RayLauncher(2, "spread", {"CPU": 1}, {"env_vars": variables})
+    first, other = (launcher.run(number, call_of("wait")) for number in range(2))
+    await_that(lambda: first.log.endswith("waits\n"))
+    assert first.log.startswith("['wait'] ray-0\n")
+    assert (first.end, other.end, launcher.waits([0, 1])) == (None, None, "")
+    first.kill()
+    await_that(lambda: first.end is not None)
+    again = launcher.run(0, call_of("end", "7"))
+    await_that(lambda: again.end is not None)
+    assert (again.end, again.log) == ("", "['end', '7'] ray-0\n")
+    launcher.stop([again, other])
+    await_that(lambda: other.end is not None)
     await_that(all_free)
 
 

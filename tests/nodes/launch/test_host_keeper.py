@@ -8,71 +8,76 @@ import pytest
 from remote_rollouts import await_that
 
 from rollflow.nodes.launch.on_hosts import HostKeeper
-from rollflow.nodes.launch.process_launcher import Handle
 from rollflow.stream import EnvError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
 
 
+class Program:
+    """A program that is a name alone, which a test has end as it likes."""
+
+    def __init__(self, name: str, log: str) -> None:
+        self.name, self.log = name, log
+        self.end: str | None = None
+
+    def kill(self) -> None:
+        assert self.end
+
+
 class Launched:
-    """A launcher whose programs are names alone, which a test has end as it likes; counts the starts of each.
+    """A launcher of such programs; counts the starts of each.
 
     ends    how a program ends as soon as it is started; "": it does not
     """
 
     def __init__(self, *names: str, ends: str = "") -> None:
-        self.starts = {Handle(name): 1 for name in names}
-        self.running = set(self.starts)
-        self.ends = ends
-        self.is_stopped = False
+        self.names, self.ends = names, ends
+        self.starts = dict.fromkeys(names, 0)
+        self.programs: dict[str, Program] = {}  # the newest of each name
+        self.told = ""  # what they wait for
+        self.stopped: list[Program] = []
         self.fault: Exception | None = None
-        for handle in self.starts if ends else ():
-            self.end(handle, ends)
 
-    def end(self, handle: Handle, how: str) -> None:
-        """Have a program end."""
-        handle.end = how
-        self.running.discard(handle)
+    def run(self, number: int, call: bytes) -> Program:
+        assert call == b"call"
+        name = self.names[number]
+        self.starts[name] += 1
+        self.programs[name] = program = Program(name, f"start {self.starts[name]}\nsee docs/index.md\n")
+        program.end = self.ends or None
+        return program
 
-    def start(self, n: int, call: bytes) -> list[Handle]:
-        return list(self.starts)
-
-    def alive(self) -> list[Handle]:
+    def waits(self, running: list[int]) -> str:
         if self.fault is not None:
             raise self.fault
-        return list(self.running)
+        return self.told if running == list(range(len(self.names))) else ""
 
-    def logs(self, handle: Handle) -> str:
-        return f"start {self.starts[handle]}\nsee docs/index.md\n"
-
-    def restart(self, handle: Handle) -> None:
-        self.starts[handle] += 1
-        handle.end = ""
-        self.running.add(handle)
-        if self.ends:
-            self.end(handle, self.ends)
-
-    def stop(self) -> None:
-        self.is_stopped = True
+    def stop(self, programs: list[Program]) -> None:
+        self.stopped += programs
 
 
 @contextmanager
 def kept(launcher: Launched, **times: float) -> Iterator[HostKeeper]:
-    keeper = HostKeeper(launcher, list(launcher.starts), look_s=0.001, **times)
+    keeper = HostKeeper(launcher, len(launcher.names), b"call", look_s=0.001, **times)  # type: ignore[arg-type]
     try:
         yield keeper
     finally:
         keeper.close()
-    assert launcher.is_stopped
+    assert launcher.stopped == list(launcher.programs.values())
     assert "rollflow hosts" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_hosts_that_can_not_all_be_started_are_stopped() -> None:
+    launcher = Launched("one")
+    with pytest.raises(IndexError):
+        HostKeeper(launcher, 2, b"call")  # type: ignore[arg-type]
+    assert launcher.stopped == list(launcher.programs.values())
 
 
 def test_a_host_that_fails_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     launcher = Launched("one", "other")
-    one, other = launcher.starts
     with kept(launcher) as keeper:
-        launcher.end(one, "was killed by SIGKILL")
-        await_that(lambda: launcher.starts == {one: 2, other: 1})
+        launcher.programs["one"].end = "was killed by SIGKILL"
+        await_that(lambda: launcher.starts == {"one": 2, "other": 1})
         assert keeper.problems == ["host one was killed by SIGKILL: start 1"]
         keeper.check(is_first=True)
     assert "host one was killed by SIGKILL; it wrote:\nstart 1\n" in caplog.text
@@ -80,12 +85,11 @@ def test_a_host_that_fails_is_started_again(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_host_that_has_been_told_goodbye_is_not() -> None:
     launcher = Launched("one", "other")
-    one, other = launcher.starts
     with kept(launcher) as keeper:
-        launcher.end(one, "")
-        launcher.end(other, "exited with code 1")
-        await_that(lambda: launcher.starts[other] == 2)
-        assert launcher.starts[one] == 1
+        launcher.programs["one"].end = ""
+        launcher.programs["other"].end = "exited with code 1"
+        await_that(lambda: launcher.starts["other"] == 2)
+        assert launcher.starts["one"] == 1
         assert keeper.problems == ["host other exited with code 1: start 1"]
 
 
@@ -93,10 +97,9 @@ def test_a_host_that_fails_twice_before_a_rollout_has_begun_says_that_all_will()
     launcher = Launched("one", "other")
     with kept(launcher) as keeper:
         for starts in (1, 2):
-            [one, _] = launcher.starts
-            await_that(lambda: launcher.starts[one] == starts)  # noqa: B023
+            await_that(lambda: launcher.starts["one"] == starts)  # noqa: B023
             keeper.check(is_first=True)
-            launcher.end(one, "exited with code 1")
+            launcher.programs["one"].end = "exited with code 1"
         await_that(lambda: keeper.problems == ["host one exited with code 1: start 2"])
         with pytest.raises(EnvError, match="hosts fail again and again: host one exited with code 1: start 2"):
             keeper.check(is_first=True)
@@ -123,13 +126,11 @@ def test_a_host_that_ran_for_long_may_fail_as_often_as_one_that_never_did() -> N
 def test_what_hosts_wait_for_is_said_once_for_all(caplog: pytest.LogCaptureFixture) -> None:
     launcher = Launched("one", "other")
     with kept(launcher) as keeper:
-        for handle in launcher.starts:
-            handle.waits = "wait for room"
+        launcher.told = "wait for room"
         await_that(lambda: "hosts are not there: wait for room\n" in caplog.text)
         assert keeper.problems == ["wait for room"]
-        for handle in launcher.starts:
-            handle.waits = ""
-        assert keeper.problems == []
+        launcher.told = ""
+        await_that(lambda: keeper.problems == [])
 
 
 def test_a_launcher_that_fails_ends_the_rollout() -> None:

@@ -129,8 +129,8 @@ class Policy(DefaultModule):
 {guard}
     with Rollout("CartPole-v1", where=OnProcesses(num_hosts=2), module=Policy, fragment_length=8) as rollout:
         for batch in rollout.batches():
-            keeper = rollout.environments._supply
-            print(*(each._worker.pid for each in keeper._launcher._programs.values()), flush=True)
+            hosts = rollout.environments._supply._hosts
+            print(*(each.program._worker.pid for each in hosts), flush=True)
 """
 
 

@@ -1,4 +1,4 @@
-"""The five verbs of a launcher, with processes of this machine."""
+"""Programs that a launcher runs, as processes of this machine."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from remote_rollouts import await_that
 from small_program import call_of
 
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
-from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
+from rollflow.nodes.launch.process_launcher import ProcessLauncher, ProgramProcess
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +23,13 @@ def _left_before() -> None:
 
 
 @contextmanager
-def started(n: int, *words: str) -> Iterator[tuple[ProcessLauncher, list[Handle]]]:
+def started(n: int, *words: str) -> Iterator[list[ProgramProcess]]:
     launcher = ProcessLauncher()
+    programs = [launcher.run(number, call_of(*words)) for number in range(n)]
     try:
-        yield launcher, launcher.start(n, call_of(*words))
+        yield programs
     finally:
-        launcher.stop()
+        launcher.stop(programs)
 
 
 _before: set[psutil.Process] = set()  # processes that other tests have left, such as multiprocessing's own
@@ -39,13 +40,9 @@ def children() -> list[psutil.Process]:
 
 
 def test_a_program_makes_its_call_with_its_name() -> None:
-    with started(2, "end", "7") as (launcher, handles):
-        await_that(lambda: not launcher.alive())
-        assert [handle.end for handle in handles] == ["", ""]
-        assert [launcher.logs(handle) for handle in handles] == [
-            "['end', '7'] process-0\n",
-            "['end', '7'] process-1\n",
-        ]
+    with started(2, "end", "7") as programs:
+        await_that(lambda: [program.end for program in programs] == ["", ""])
+        assert [program.log for program in programs] == ["['end', '7'] process-0\n", "['end', '7'] process-1\n"]
 
 
 def test_a_program_that_does_not_read_its_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,30 +52,29 @@ def test_a_program_that_does_not_read_its_call_is_not_waited_for(monkeypatch: py
         return worker
 
     monkeypatch.setattr("rollflow.nodes.launch.process_launcher.WorkerProcess", frozen)
-    with started(1, "end", " " * (1 << 22)) as (launcher, [handle]):
+    with started(1, "end", " " * (1 << 22)) as [program]:
         children()[0].resume()
-        await_that(lambda: not launcher.alive())
-        assert handle.end == ""
+        await_that(lambda: program.end == "")
 
 
 @pytest.mark.slow
 def test_no_secret_stands_on_a_command_line_or_in_the_environment() -> None:
-    with started(1, "wait", "0badcafe") as (launcher, [handle]):
-        await_that(lambda: "'0badcafe'] process-0" in launcher.logs(handle))
+    with started(1, "wait", "0badcafe") as [program]:
+        await_that(lambda: "'0badcafe'] process-0" in program.log)
         [process] = children()
         assert not any("0badcafe" in part for part in [*process.cmdline(), *process.environ().values()])
 
 
 def test_how_a_program_has_ended_is_said_in_words() -> None:
-    with started(1, "fail") as (launcher, [handle]):
-        await_that(lambda: not launcher.alive())
-        assert handle.end == "exited with code 1"
-        assert launcher.logs(handle).endswith("it broke\n")
-    with started(1, "wait") as (launcher, [handle]):
-        await_that(lambda: "waits" in launcher.logs(handle))
+    with started(1, "fail") as [program]:
+        await_that(lambda: program.end is not None)
+        assert program.end == "exited with code 1"
+        assert program.log.endswith("it broke\n")
+    with started(1, "wait") as [program]:
+        await_that(lambda: "waits" in program.log)
         children()[0].kill()
-        await_that(lambda: not launcher.alive())
-        assert handle.end == "was killed by SIGKILL"
+        await_that(lambda: program.end is not None)
+        assert program.end == "was killed by SIGKILL"
 
 
 @pytest.mark.slow
@@ -87,6 +83,6 @@ def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"rollflow.nodes.launch.process_launcher.{name}", 0.05)
     before = held_here()
     for command in ("wait", "stay", "end"):
-        with started(2, command) as (launcher, handles):
-            await_that(lambda: all(map(launcher.logs, handles)))
+        with started(2, command) as programs:
+            await_that(lambda: all(program.log for program in programs))
     assert held_here() == before
