@@ -1,7 +1,7 @@
 """Checks of what environments give: of a few steps, and with one warning of each kind in a run.
 
-Observations are held against their space; rewards are to be finite, flags bools, and infos dicts, as gymnasium's own
-checker has it. What can be recorded is recorded as it is.
+Observations are held against their space; flags are to be bools, and infos dicts, as gymnasium's own checker has it.
+What can be recorded is recorded as it is.
 """
 
 import logging
@@ -32,7 +32,7 @@ STEP_GIVES = ("observation", "reward", "terminated", "truncated", "info")
 # The vector steps, counted from 0, whose observations are checked: the first ones, and ever fewer of the later ones.
 CHECKED_STEPS = frozenset(2**power - 1 for power in range(63))
 _OF_OBSERVATIONS = ("dtype", "bounds")
-KINDS = (*_OF_OBSERVATIONS, "reward", "flag", "info", "sent")  # of deviations
+KINDS = (*_OF_OBSERVATIONS, "flag", "info", "sent")  # of deviations
 _MOST_LETTERS = 1000  # of a text that goes to another process
 
 
@@ -108,18 +108,9 @@ class LaneCheck:
         """Check the first observations, a tree of arrays any[N, ...]."""
         self._rows(observations, "the first reset")
 
-    def step(self, observations: Tree, vector_step: int, rewards: Any = None) -> None:
-        """Check what a vector step gave: a tree of arrays any[N, ...], and number[N]; steps are counted from 0."""
+    def step(self, observations: Tree, vector_step: int) -> None:
+        """Check the observations of a vector step, a tree of arrays any[N, ...]; steps are counted from 0."""
         self._rows(observations, f"vector step {vector_step}")
-        values = np.asarray(rewards)
-        if values.dtype.kind != "f" or np.isfinite(values).all():
-            return
-        slot = int(np.argmin(np.isfinite(values)))
-        self._deviations.add(
-            "reward",
-            f"{self._where}slot {slot}, vector step {vector_step}: reward is {values[slot]}, expected a finite number: "
-            "it is recorded as it is",
-        )
 
     def item(self, slot: int, answer: tuple[Any, ...], name: str) -> None:
         """Check what one slot's `step` or `reset` gave, and name which of them it was.

@@ -121,7 +121,7 @@ class LaneVectorEnv:
                 error.add_note(_STEP_GIVES)
             raise
         if self._steps_made in CHECKED_STEPS:
-            self._check.step(stepped[0], self._steps_made, stepped[1])
+            self._check.step(stepped[0], self._steps_made)
         self._steps_made += 1
         return stepped
 

@@ -1,7 +1,7 @@
 """Silent faults that fragments show: values that never change or are no numbers, weights and lanes left behind, memory.
 
-Every fragment is counted, and its rewards are read up to the first one that is no finite number. The other columns are
-read only where the doctor has asked for it since the last one, twice a second at most, and then of some transitions.
+Every fragment is counted. Its columns are read only where the doctor has asked for it since the last one, twice a
+second at most, and then of some transitions.
 """
 
 from collections.abc import Iterator, Set
@@ -56,7 +56,6 @@ class FragmentChecks:
         self._behind: dict[int, int] = {}  # lane -> fragments that it gave, which are few
         self._usual = ""  # what the others gave meanwhile
         self._nan = 0.0  # looks that found observations NaN; actions that are NaN raise an error
-        self._reward = ""  # what is told of the first one that is no finite number
         self._outside = ""  # what is told of an action that its space has not
         self._same: dict[str, _Same] = {}
         self._version = -1  # newest that acted in a fragment
@@ -72,9 +71,6 @@ class FragmentChecks:
         parts: Any = getattr(fragment, "parts", (fragment,))
         self._held[self._count] = root_of(parts[0].columns[Columns.REWARDS].tree)
         acted = [part for part in parts if not part.is_empty]
-        for part in acted:
-            if not self._reward and not np.isfinite(part.columns[Columns.REWARDS].tree).all():
-                self._reward = _not_finite(part)
         if self._is_asked and acted:
             self._is_asked = False
             self._look_at(acted)
@@ -132,8 +128,6 @@ class FragmentChecks:
     def _of_values(self) -> Iterator[Sign]:
         if self._nan >= _NAN:
             yield Sign("obs nan", "observations are NaN in fragment after fragment")
-        if self._reward:
-            yield Sign("reward", self._reward)
         if outside := self._outside:
             yield Sign("actions outside", outside)
         for name, same in self._same.copy().items():
@@ -207,24 +201,6 @@ def _is_one_by_nature(part: Fragment, name: str) -> bool:
     if name == Columns.OBS:
         return bool((chunks.t_started + chunks.stop - chunks.start).max() == 1)
     return bool((chunks.terminated | chunks.truncated).any())  # then returns are looked at
-
-
-def _not_finite(part: Fragment) -> str:
-    """What is told of a fragment's first reward that is no finite number; "": all are, but for rows without a step."""
-    rewards, chunks = part.gather(Columns.REWARDS), part.chunks
-    lengths = chunks.stop - chunks.start
-    places, ends = np.flatnonzero(~np.isfinite(rewards)), np.cumsum(lengths)
-    if not len(places):
-        return ""
-    chunk = np.searchsorted(ends, places, side="right")
-    steps = places - (ends - lengths)[chunk]
-    first = int(np.argmin(chunks.start[chunk] + steps))
-    of = int(chunk[first])
-    episode = part.layout.episode_id(int(chunks.slot[of]), int(chunks.number[of]))
-    return (
-        f"lane {part.lane}, episode '{episode}', step {chunks.t_started[of] + steps[first]}: the reward is "
-        f"{rewards[places[first]]}, expected a finite number; what learns from it becomes NaN, and no later one is told"
-    )
 
 
 def _outside(part: Fragment, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> str:

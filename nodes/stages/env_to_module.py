@@ -11,7 +11,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, EnvError
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
@@ -215,6 +215,16 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             shared_data = dict(lane.shared_data)
             self.pipeline.run(self._module, {}, ended, self._explore, shared_data, self._metrics)
         lane.commit_ended()
+
+    def _cut(self, fragment: Any) -> Any:
+        """Count a fragment. Raises EnvError, with lane, slot and step, for a reward that is no finite number."""
+        rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
+        if not np.isfinite(rewards).all():
+            row, slot = np.argwhere(~np.isfinite(rewards))[0].tolist()
+            step = fragment.sequence * fragment.layout.num_rows + row
+            where = f"lane {fragment.lane}, slot {slot}, vector step {step}"
+            raise EnvError(f"{where}: its reward is {rewards[row, slot]}, expected a finite float32").see("flags")
+        return super()._cut(fragment)
 
     def compare_with_train_batch(self, batch: Batch) -> None:
         """Warn, at the first train batch, where its observations have other shapes than the module got while acting."""

@@ -1,11 +1,11 @@
 """`rollflow dataset`: datasets are shown, checked, merged, filtered and converted."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import minari
 import numpy as np
 import pyarrow as pa
@@ -32,18 +32,21 @@ def write(path: Path, played: Played, **options: object) -> Path:
     return path
 
 
-def rewrite(file: Path, name: str, row: int, value: object) -> None:
-    """Write a file anew, with another value in one row of a column; row groups stay as they are."""
+def rewrite(file: Path, name: str, value: object, row: int | None = None) -> None:
+    """Write a file anew, with another value in one row of a column, or in all; row groups stay as they are."""
     with pq.ParquetFile(file) as before:
         groups = [before.read_row_group(each) for each in range(before.num_row_groups)]
-    values = groups[0].column(name).to_pylist()
-    values[row] = value
     at = groups[0].schema.get_field_index(name)
-    column = pa.array(values, groups[0].schema.field(name).type)
-    groups[0] = groups[0].set_column(at, groups[0].schema.field(at), column)
     with pq.ParquetWriter(file, groups[0].schema) as writer:
+        first = 0
         for table in groups:
-            writer.write_table(table, row_group_size=len(table))
+            values = [
+                value if row in (None, place) else each
+                for place, each in enumerate(table.column(name).to_pylist(), first)
+            ]
+            first += len(table)
+            column = pa.array(values, table.schema.field(name).type)
+            writer.write_table(table.set_column(at, table.schema.field(at), column), row_group_size=len(table))
 
 
 def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, shown: Says) -> None:
@@ -65,16 +68,10 @@ def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, shown: Says
 def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
     all_are: bool, tmp_path: Path, shown: Says
 ) -> None:
-    steps = [0]
-
-    class Sick(gym.Wrapper[Any, Any, Any, Any]):
-        def step(self, action: Any) -> Any:
-            steps[0] += 1
-            seen, reward, *ends = super().step(action)
-            return seen, np.nan if all_are or steps[0] == 5 else reward, *ends
-
-    with Rollout(lambda: Sick(gym.make("CartPole-v1")), fragment_length=128, num_fragments=1, seed=0) as rollout:
+    with Rollout("CartPole-v1", fragment_length=128, num_fragments=1, seed=0) as rollout:
         write_dataset(rollout.fragments(), tmp_path / "data")
+    [steps] = (tmp_path / "data" / "steps").iterdir()
+    rewrite(steps, "rewards", math.nan, None if all_are else 4)
     returns = DatasetSource(tmp_path / "data").summary().returns
     text = shown("dataset", "show", tmp_path / "data")
     if all_are:
@@ -93,7 +90,7 @@ def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, show
 
 def test_check_names_counts_that_differ(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "data", played)
-    rewrite(path / "episodes" / "000002.parquet", "num_steps", 1, 77)
+    rewrite(path / "episodes" / "000002.parquet", "num_steps", 77, 1)
     assert main(["dataset", "check", str(path)]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok ")]
     assert wrong[0] == f"WRONG  {path}/steps/000002.parquet"
@@ -229,7 +226,7 @@ def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
     options = ["--to", "minari", "--id", "numbered/play-v3", "--out", str(tmp_path / "other")]
     assert f"{data} is of several agents, expected one" in refused("dataset", "convert", data, *options)
     assert not (tmp_path / "other").exists()
-    rewrite(tmp_path / "data/env_episodes/000001.parquet", "agent_steps", 0, 99)
+    rewrite(tmp_path / "data/env_episodes/000001.parquet", "agent_steps", 99, 0)
     assert main(["dataset", "check", data]) == 1
     assert "steps of agents, env_episodes says" in capsys.readouterr().out
 

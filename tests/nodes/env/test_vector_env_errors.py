@@ -249,6 +249,17 @@ def test_a_reward_that_is_no_number_is_refused(reward: Any, told: str, mode: Any
     assert len(str(raised.value)) < 200
 
 
+@pytest.mark.parametrize("reward", [np.nan, -np.inf])
+@pytest.mark.parametrize("where", [*PLACES, "vector"])
+def test_the_first_reward_in_time_that_is_not_finite_is_refused_with_its_place(where: Any, reward: float) -> None:
+    """Those of the first slot are later, in the order of the chunks before it."""
+    envs: Any = [partial(Odd, reward=reward, since=since, length=99) for since in (7, 6)]
+    if where == "vector":
+        envs, where = SyncVectorEnv(envs), "inline"
+    with pytest.raises(EnvError, match=f"^lane 0, slot 1, vector step 5: its reward is {reward}, expected a finite"):
+        fragments_of(envs, where=where, **({"lanes": 1} if isinstance(envs, list) else {}))
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_a_box_without_numbers_is_a_space(where: Any) -> None:
     empty, parts = np.zeros(0, np.float32), spaces.Dict({"none": spaces.Box(-1, 1, (0,)), "some": BOX})

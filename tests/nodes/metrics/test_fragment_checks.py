@@ -137,7 +137,6 @@ CASES: dict[str, tuple[Any, Any, Callable[[Rollout], None], str]] = {
     "masked": (RandomEnv, logits(-float("inf"), 0.0, 0.0), publish, ""),
     "nan observations": (lambda: RandomEnv(obs=np.nan), EVEN, no_training, NAN),
     "one nan observation": (Once, EVEN, publish, ""),
-    "nan rewards": (lambda: RandomEnv(reward=np.nan), EVEN, no_training, "lane 0, episode '"),
     "same observations": (lambda: RandomEnv(obs=3.0), EVEN, publish, f"observations were all one value {LOOKED_AT}"),
     "same observations, not trained": (lambda: RandomEnv(obs=3.0), EVEN, no_training, ""),
     "same observations, bandit": (lambda: RandomEnv(obs=3.0, length=1), EVEN, publish, ""),
@@ -185,32 +184,6 @@ def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> N
             texts += looking.once() if number % 4 == 0 else ()  # at the end, ten have been looked at
         assert texts == []
         assert looking.once() == [*looking.watch.diagnose().notes] == [NAN]
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(value: float) -> None:
-    """The first in time: those of another slot come before it in the order of the chunks."""
-
-    class Late(RandomEnv):
-        def __init__(self, at: tuple[int, ...]) -> None:
-            super().__init__(length=10)
-            self._at, self._steps = at, 0
-
-        def pay(self, action: Any) -> float:
-            self._steps += 1
-            return value if self._steps in self._at else super().pay(action)
-
-    envs = [lambda at=at: Late(at) for at in ((79,), (73, 90))]
-    chunks: list[Any] = []
-    options: Any = {"fragment_length": 32, "num_fragments": 9}
-    texts = said(envs, after=lambda rollout: None, keep=lambda each: chunks.extend(each.episodes()), **options)
-    found = [each for each in chunks if not np.isfinite(each.get_rewards()).all()]
-    episode = found[1]  # of the second slot, in the first fragment that has one
-    assert episode.t_started + np.argmin(np.isfinite(episode.get_rewards())) == 2  # its 73rd step
-    assert texts == [
-        f"lane 0, episode '{episode.id_}', step 2: the reward is {value}, expected a finite number; what learns from "
-        "it becomes NaN, and no later one is told"
-    ]
 
 
 def test_published_weights_that_nobody_acts_with_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
