@@ -17,7 +17,7 @@ from rollflow.nodes.launch.process_launcher import ProcessLauncher, ProgramProce
 from rollflow.nodes.launch.program import serve_rollouts
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import SEE, EnvError, shown
-from rollflow.stream.net.backoff import Reminder, pause_s
+from rollflow.stream.net.backoff import WaitReminder, pause_s
 from rollflow.stream.wire import TcpAddress, parse_address
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class HostKeeper:
         self._call = call
         self._hosts: list[KeptHost] = []
         self._waits = ""  # what hosts wait for
-        self._waiting: Reminder | None = None  # while any does
+        self._waiting: WaitReminder | None = None  # while any does
         self._broken: Exception | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="rollflow hosts", daemon=True)
@@ -143,8 +143,8 @@ class HostKeeper:
         if not waits:
             self._waiting = None
             return
-        self._waiting = self._waiting or Reminder(monotonic())
-        if self._waiting.is_due(monotonic()):
+        self._waiting = self._waiting or WaitReminder()
+        if self._waiting.is_long:
             logger.warning("hosts are not there: %s", waits)
 
     def _note_end(self, host: KeptHost, end: str) -> None:

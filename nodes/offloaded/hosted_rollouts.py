@@ -171,7 +171,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def ask(self, remote: Any) -> None:
         self._equip(remote.host, is_urgent=self._relay.wants_newest)
         remote.begin_turn()
-        turn = Turn(remote.index, self.gateway.next_number(remote.index), remote.lane.step)
+        turn = Turn(remote.index, remote.next_number, remote.lane.step)
         self.request(remote, turn, LanePhase.STEPPING)
 
     def progress(self, lane: int) -> ProgressMark:
@@ -305,11 +305,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _cut(self, lanes: Iterable[Any]) -> None:
         """Have fragments that are being made end now."""
-        gateway = self.gateway
         for remote in lanes:
             if remote.is_waited and remote.phase in (LanePhase.STEPPING, LanePhase.LATE):
-                index = remote.index
-                gateway.tell(remote.host, Cut(index, gateway.next_number(index) - 1), remote.host.connection)
+                cut = Cut(remote.index, remote.next_number - 1)
+                self.gateway.tell(remote.host, cut, remote.host.connection)
 
     def _take_progress(self, event: HostEvent) -> None:
         """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""

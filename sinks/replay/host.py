@@ -31,7 +31,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import EnvError, ReplayError, RunError, WireError, error_field, error_text, shown
 from rollflow.stream.data.system import require
 from rollflow.stream.graph.node import out_of_group
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 
 logger = logging.getLogger(__name__)
@@ -418,16 +418,16 @@ class ReplayHost:
 
     async def _remind(self) -> None:
         """Log at growing intervals which side has waited while neither went on."""
-        seen, reminder = None, Reminder(monotonic())
+        seen, reminder = None, WaitReminder()
         while True:
             await anyio.sleep(_LOOK_S)
-            report, now = self.replay.report(), monotonic()
+            report = self.replay.report()
             now_seen = report.waiting, report.inserted, report.sampled
             if now_seen != seen:
-                seen, reminder = now_seen, Reminder(now)
-            elif report.waiting is not None and reminder.is_due(now):
+                seen, reminder = now_seen, WaitReminder()
+            elif report.waiting is not None and reminder.is_long:
                 names = ", ".join(self._stream.sources) or "none is there"
-                logger.warning("waiting for %.0f s: %s; rollouts: %s", now - reminder.since, report, names)
+                logger.warning("waiting for %.0f s: %s; rollouts: %s", reminder.waited_s, report, names)
 
     # Checkpoints
 

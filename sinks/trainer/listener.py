@@ -380,7 +380,7 @@ def leaves_overdue(source: RolloutPeer, now: float, grace_s: float) -> bool:
         source.give_up()
         logger.warning("rollout %s is not back within %g s", source.name, grace_s)
         return True
-    if source.reminder.is_due(now):
+    if source.reminder.is_long:
         logger.warning("waiting: rollout %s: %s", source.whereabouts(grace_s), source.reason)
     return False
 

@@ -28,7 +28,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.socket_loop import Peer, quoted
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 
@@ -156,7 +156,7 @@ class RolloutPeer:
     connection: wire.TrainerConnection | None = None  # the newest; None: there has been none
     lost_at: float = 0.0  # when its connection was lost last
     reason: str = ""  # why it was
-    reminder: Reminder = field(default_factory=lambda: Reminder(0.0))  # when to log again that it is awaited
+    reminder: WaitReminder = field(default_factory=WaitReminder)  # when to log again that it is awaited
     joined_at: int = 0  # policy version here when it was last taken in, or rounds began to have lanes of it
 
     # From its Hello
@@ -240,7 +240,7 @@ class RolloutPeer:
 
     def lose(self, now: float, reason: str, *, comes_back: bool) -> None:
         """Note that its connection is lost: it is waited for if it comes back, unless it has finished."""
-        self.lost_at, self.reason, self.reminder = now, reason, Reminder(now)
+        self.lost_at, self.reason, self.reminder = now, reason, WaitReminder()
         if self.life is not PeerLife.FINISHED:
             self.life = PeerLife.AWAY if comes_back else PeerLife.LOST
 

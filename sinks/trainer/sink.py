@@ -43,7 +43,7 @@ from rollflow.stream.data.loss_ledger import origins_of
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.observe.waits import LastError, Wait
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
@@ -460,14 +460,14 @@ class TrainerSink:
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         """Wait for the trainer until a condition is met; while it is there, log at growing intervals why it is not."""
-        reminder = Reminder(anyio.current_time())
+        reminder = WaitReminder()
         while not is_met():
             changed = self._changed
             with anyio.move_on_after(_LOOK_S):
                 await changed.wait()
-            if reminder.is_due(now := anyio.current_time()) and self.has_trainer:
+            if reminder.is_long and self.has_trainer:
                 reason = self._buffer.held_back(self._session, self._sends)
-                logger.warning("waiting for %.0f s for %s: %s", now - reminder.since, self._trainer_name, reason)
+                logger.warning("waiting for %.0f s for %s: %s", reminder.waited_s, self._trainer_name, reason)
 
     def _may_take(self) -> bool:
         """True if an item may be taken; a drained run logs once why it may not."""

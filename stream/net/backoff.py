@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -58,40 +59,17 @@ def pause_s(failures: int, longest_s: float) -> float:
     return min(times.first_pause_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
 
 
-class Reminder:
-    """Times at which a log line about something awaited is due, at intervals that double.
-
-    since    when the waiting began
-    """
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self._interval_s = times.first_word_s
-        self._due = since + self._interval_s
-
-    def is_due(self, now: float) -> bool:
-        """True where the line is to be written now; the next one is due after twice as long."""
-        if now < self._due:
-            return False
-        self._interval_s = min(2 * self._interval_s, _LONGEST_SILENCE_S)
-        self._due = now + self._interval_s
-        return True
-
-    def left_s(self, now: float) -> float:
-        """Seconds until the next line is due."""
-        return max(0.0, self._due - now)
-
-
 class WaitReminder:
-    """Wait for something, for a limited time, with log lines while it lasts.
+    """Wait for something, from now on, with log lines at intervals that double.
 
     limit    seconds; None: for ever
     """
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None = None) -> None:
         self.limit = limit
-        self._since = times.clock()
-        self._reminder = Reminder(self._since)
+        self._began = self._since = times.clock()
+        self._interval_s = times.first_word_s
+        self._due = self._began + self._interval_s
 
     def restart(self) -> None:
         """Begin the limit anew."""
@@ -99,22 +77,29 @@ class WaitReminder:
 
     @property
     def is_long(self) -> bool:
-        """True where a log line about the wait is due, at intervals that double."""
-        return self._reminder.is_due(times.clock())
+        """True where a log line is to be written now; the next one is due after twice as long."""
+        if (now := times.clock()) < self._due:
+            return False
+        self._interval_s = min(2 * self._interval_s, _LONGEST_SILENCE_S)
+        self._due = now + self._interval_s
+        return True
 
     @property
     def waited_s(self) -> float:
         """Seconds since the wait began first."""
-        return times.clock() - self._reminder.since
+        return times.clock() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit is reached."""
+        return inf if self.limit is None else max(0.0, self._since + self.limit - times.clock())
 
     @property
     def is_over(self) -> bool:
         """True once the limit is reached."""
-        return self.limit is not None and times.clock() - self._since >= self.limit
+        return not self.left_s
 
     @property
     def left(self) -> float:
         """Seconds until it is over, or a line is due."""
-        now = times.clock()
-        left = self._reminder.left_s(now)
-        return max(0.01, left if self.limit is None else min(left, self._since + self.limit - now))
+        return max(0.01, min(self.left_s, self._due - times.clock()))

@@ -97,5 +97,4 @@ class DialWait:
     def _prospect(self) -> str:
         if self._retry_s is None:
             return "it is dialled again until it answers"
-        left_s = max(0.0, self._retry_s - self._wait.waited_s)
-        return f"it is dialled again for {left_s:.0f} s more (retry_s, or --retry)"
+        return f"it is dialled again for {self._wait.left_s:.0f} s more (retry_s, or --retry)"

@@ -17,7 +17,7 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.space import leaves_within
 from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import COMES_BACK, Peer, SocketLoop, quoted
 from rollflow.stream.wire.codec.field import shown
@@ -69,14 +69,11 @@ class RemoteHost:
     dialled: Dialled | None = None
     lost_at: float | None = None
     is_away: bool = False
-    heard_at: float = field(init=False)
+    heard_at: float = 0.0
     reason: str = ""
-    reminder: Reminder = field(init=False)
+    reminder: WaitReminder = field(default_factory=WaitReminder)
     has_place: bool = False
     has_drained: bool = False
-
-    def __post_init__(self) -> None:
-        self.heard_at, self.reminder = self.joined_at, Reminder(self.joined_at)
 
 
 class HostEvent(NamedTuple):
@@ -119,29 +116,28 @@ class Registry:
         """The host that a lane is, or was, on."""
         return self._host_of[lane]
 
-    def session_for(self, hello: wire.Hello) -> wire.GatewaySession:
-        """Session for a new host, for `join`. Raises WireError where the host can't be taken."""
+    def take_in(self, hello: wire.Hello, name: str, peer: "HostPeer", now: float) -> RemoteHost:
+        """Welcome a new host, which may take a lost one's place. Raises WireError where it can't be taken."""
         self._check(hello)
         lanes = range(self._next_lane, self._next_lane + len(hello.slots))
-        return wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
-
-    def join(self, host: RemoteHost) -> None:
-        """Add a new host, with the session of the last `session_for`; it may take a lost host's place."""
-        session = host.session
+        session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
+        peer.connection.welcome(session, credits=1)
+        host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
         self._next_lane += len(session.lanes)
-        self._next_slot += session.hello.num_envs
-        self._first = self._first or session.hello
+        self._next_slot += hello.num_envs
+        self._first = self._first or hello
         self.hosts[session.token] = host
         self._host_of.update(dict.fromkeys(session.lanes, host))
         self.news.append(HostEvent("joined", host))
-        logger.info("host %s has joined with %d environments", host.name, session.hello.num_envs)
-        self._replace_lost(host.joined_at)
+        logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
+        self._replace_lost(now)
+        return host
 
     def lose(self, host: RemoteHost, error: WireError, now: float, grace_s: float) -> None:
         """Note that a host has lost its connection and may come back."""
         host.lost_at, host.reason = now, str(error)
         host.heard_at = host.connection.heard_at  # the loss may have been noticed late
-        host.reminder = Reminder(now)
+        host.reminder = WaitReminder()
         logger.warning("host %s is lost: %s; it has %g s to come back", host.name, error, grace_s)
 
     def take_back(self, host: RemoteHost, connection: wire.GatewayConnection, now: float) -> None:
@@ -170,7 +166,7 @@ class Registry:
             if gone_s >= backoff.times.redial_s and not host.is_away:
                 host.is_away = True
                 self.news.append(HostEvent("away", host))
-            if host.reminder.is_due(now):
+            if host.reminder.is_long:
                 logger.warning(
                     "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s), or until another joins",
                     host.name,
@@ -192,24 +188,17 @@ class Registry:
         """
         for lost in self._lost():
             assert lost.lost_at is not None
-            is_crowded = len(self.hosts) > self._max_hosts
-            newcomer = self._newcomer_since(
-                lost, any_name=now - lost.lost_at >= backoff.times.other_name_s or is_crowded
-            )
-            if newcomer is not None:
+            takes_any = now - lost.lost_at >= backoff.times.other_name_s or len(self.hosts) > self._max_hosts
+            newcomers = [
+                host
+                for host in self.hosts.values()
+                if host.lost_at is None and not host.has_place and host.joined_at >= lost.heard_at
+            ]
+            named = [host for host in newcomers if host.session.hello.name == lost.session.hello.name]
+            for newcomer in (named or (newcomers if takes_any else []))[:1]:
                 newcomer.has_place = True
                 logger.warning("host %s has joined in place of %s, which is lost", newcomer.name, lost.name)
                 self.leave(lost, f"{lost.reason}, and host {newcomer.name} has come in its place")
-
-    def _newcomer_since(self, lost: RemoteHost, *, any_name: bool) -> RemoteHost | None:
-        """Host that has joined since something last came from a lost one, and has taken no place."""
-        newcomers = [
-            host
-            for host in self.hosts.values()
-            if host.lost_at is None and not host.has_place and host.joined_at >= lost.heard_at and host is not lost
-        ]
-        named = [host for host in newcomers if host.session.hello.name == lost.session.hello.name]
-        return next(iter(named or (newcomers if any_name else ())), None)
 
     def _check(self, hello: wire.Hello) -> None:
         if hello.role != self._role:
@@ -364,10 +353,6 @@ class Gateway:
         """Make `fileno` readable. From any thread."""
         self._loop.wakeup.ring()
 
-    def next_number(self, lane: int) -> int:
-        """The number of a lane's next request."""
-        return self.host_of(lane).session.next_number(lane)
-
     def close(self, reason: str = "the rollout has ended") -> None:
         """Say goodbye to all hosts, and close every socket."""
         self._closing.set()
@@ -475,12 +460,8 @@ class Gateway:
             return
         for before in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
             self._registry.leave(before, "it was started again")
-        session = self._registry.session_for(hello)
-        peer.connection.welcome(session, credits=1)
-        name = f"{quoted(hello.name)} ({peer.where})"
-        peer.host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
+        peer.host = self._registry.take_in(hello, f"{quoted(hello.name)} ({peer.where})", peer, now)
         self._loop.dialler.welcomed(peer.dialled)
-        self._registry.join(peer.host)
 
 
 def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:

@@ -19,7 +19,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.closing import ClosedOnExit, Closing, close_all
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dial_wait import DialWait
 from rollflow.stream.net.socket_loop import REDIALLED, Peer, SocketLoop, quoted, refusal_level
 from rollflow.stream.observe.stacks import answering_dumps
@@ -40,40 +40,32 @@ PLACES = {name: f"connect(address, {name}=…), or listening" for name in ("secr
 _NOWHERE = Endpoint(wire.UnixAddress("/"), wire.Limits())
 
 
-class Drain:
+class Drain(WaitReminder):
     """Time, from now on, in which a host that is told to end hands over what it has.
 
     name         of the host
     num_lanes    of the host
     busy         gives the places of lanes that are at something
-    grace_s      seconds that it has
+    limit        seconds that it has
     """
 
-    def __init__(self, name: str, num_lanes: int, busy: Callable[[], list[int]], grace_s: float) -> None:
+    def __init__(self, name: str, num_lanes: int, busy: Callable[[], list[int]], limit: float) -> None:
+        super().__init__(limit)
         self._name, self._num_lanes, self._busy = name, num_lanes, busy
-        self._began = monotonic()
-        self._reminder = Reminder(self._began)
         self._has_begun = False
-        self._until = self._began + grace_s
 
     def shorten(self, grace_s: float) -> None:
         """Have it end within so many seconds, if it would not."""
-        self._until = min(self._until, monotonic() + grace_s)
+        self.limit = self.waited_s + min(self.left_s, grace_s)
 
     def until(self) -> float:
         """When it is over, on the clock `monotonic`."""
-        return self._until
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left."""
-        return max(0.0, self._until - monotonic())
+        return monotonic() + self.left_s
 
     @property
     def due(self) -> float:
         """Time at which it is over, or the log is to say something."""
-        now = monotonic()
-        return min(self._until, now + self._reminder.left_s(now))
+        return monotonic() + self.left
 
     def begin(self) -> bool:
         """Log that it begins; False: it has begun before."""
@@ -85,14 +77,13 @@ class Drain:
 
     def goes_on(self) -> bool:
         """True while there is time; the log says now and then how far the host is."""
-        if self._reminder.is_due(monotonic()):
+        if self.is_long:
             logger.warning("host %s drains, for %.1f s more: %s", self._name, self.left_s, self._state)
-        return self.left_s > 0
+        return not self.is_over
 
     def log_end(self) -> None:
         """Log how it has ended."""
-        took_s = monotonic() - self._began
-        logger.warning("host %s has drained for %.1f s: %s", self._name, took_s, self._state)
+        logger.warning("host %s has drained for %.1f s: %s", self._name, self.waited_s, self._state)
 
     @property
     def _state(self) -> str:

@@ -47,6 +47,11 @@ class RemoteLane(LaneStatus):
         return int(self.lane.lose(reason, is_under_way=not self.host.has_drained)) if is_stepping else 0
 
     @property
+    def next_number(self) -> int:
+        """Number of its next request."""
+        return self.host.session.next_number(self.index)
+
+    @property
     def slots(self) -> str:
         """Its slots, in words."""
         last = self.first_slot + self.num_slots - 1
@@ -72,7 +77,7 @@ class HostWait(WaitReminder):
     def warn(self, state: str, where: str) -> None:
         """Log that hosts are awaited: how things stand, and where hosts are expected."""
         self.has_warned = True
-        more = "for ever" if self.limit is None else f"for {max(0.0, self.limit - self.waited_s):.0f} s more"
+        more = "for ever" if self.limit is None else f"for {self.left_s:.0f} s more"
         since = f" since {self.waited_s:.0f} s," if self.waited_s >= 1.0 else ""
         logger.warning("%s: hosts are awaited%s %s (join_timeout), %s", state, since, more, where)
 
@@ -232,13 +237,13 @@ class HostedNode(LanesElsewhere):
         remote.starts += 1
         if not remote.is_waited:
             self.wait_for(remote)
-        number = self.gateway.next_number(remote.index)
+        number = remote.next_number
         self.request(remote, Reset(remote.index, number, seeds, None), LanePhase.RESETTING)
         return iter(())
 
     def ask(self, remote: RemoteLane) -> None:
         """Have a lane's host do what the lane was handed over for."""
-        number = self.gateway.next_number(remote.index)
+        number = remote.next_number
         self.request(remote, self._step_request(remote.lane, number), LanePhase.STEPPING)
 
     def note(self, event: HostEvent) -> None:

@@ -162,10 +162,9 @@ class Hosts:
     def join(self, name: str) -> RemoteHost:
         """Have a host join now, of which nothing is heard any more."""
         told = hello(name=name, session=len(self.registry._host_of).to_bytes(16, "big"))
-        connection: Any = SimpleNamespace(heard_at=self.now)
-        host = RemoteHost(name, self.registry.session_for(told), connection, joined_at=self.now)
-        self.registry.join(host)
-        return host
+        connection = SimpleNamespace(heard_at=self.now, welcome=lambda session, credits: None)
+        peer: Any = SimpleNamespace(connection=connection, dialled=None)
+        return self.registry.take_in(told, name, peer, self.now)
 
     def lose(self, host: RemoteHost) -> None:
         """Have a host's loss be noticed now."""
