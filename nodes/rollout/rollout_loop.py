@@ -84,15 +84,13 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 trained=options.modules_to_train,
                 first=acts.first_versions,
             )
-            self._rounds: FragmentRounds[F] = FragmentRounds(
-                range(self.environments.num_lanes), lag, self.returns, kind.collector()
-            )
             self._ledger = Ledger()  # of fragments in a graph
             self._execution = Execution(
                 self.environments, acts, options, self.metrics, emitter=kind.emitter, ledger=self._ledger
             )
+            self._credits = FragmentCredits(self.environments, lag, options.prefetch, self._execution)
+            self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns, kind.collector())
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
-        self._credits = FragmentCredits(self.environments, self._rounds, options.prefetch, self._execution)
         self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop

@@ -1,7 +1,7 @@
 """Rounds of a loop: how old fragments may be, how far the ring runs ahead of the reader, and what is handed out."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
@@ -138,7 +138,7 @@ T = TypeVar("T")
 class FragmentRounds(Generic[F]):
     """Takes fragments from the ring a round at a time, as many as there are lanes, and hands them out.
 
-        lanes      that give fragments at first
+        credits    know the lanes that rounds are made of
         lag        leaves out what is too old: when it comes, and again when it is handed out. If it paces the rollout,
                    each round has one fragment of every lane, however much sooner one of them gives its next; else the
                    first that come
@@ -156,19 +156,15 @@ class FragmentRounds(Generic[F]):
     """
 
     def __init__(
-        self, lanes: Iterable[int], lag: LagBound, returns: Callable[[F], None], collector: EpisodeCollector[F]
+        self, credits: "FragmentCredits", lag: LagBound, returns: Callable[[F], None], collector: EpisodeCollector[F]
     ) -> None:
         self.collector = collector
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.is_gathered = False
         self.error: Exception | None = None
-        self.lag, self._returns = lag, returns
-        # Sets are replaced, and not changed: the ring's thread does so.
-        self._lanes = frozenset(lanes)  # that rounds are made of
-        self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
-        self._gone: dict[int, int] = {}  # lane -> fragments that it gives in all
-        self._given: dict[int, int] = {}  # lane -> those that have come
+        self.lag, self._returns, self._credits = lag, returns, credits
+        self._given: dict[int, int] = {}  # lane -> fragments that have come
         self._early: list[F] = []  # of later rounds
         self._waiting: deque[F] = deque()
         self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
@@ -187,33 +183,12 @@ class FragmentRounds(Generic[F]):
     @property
     def is_full(self) -> bool:
         """True if the round has all its fragments."""
-        taken = frozenset(self._taken)
+        credits, taken = self._credits, frozenset(self._taken)
         if self.lag.is_pacing:
-            over = {lane for lane, total in self._gone.copy().items() if self._given.get(lane, 0) >= total}
-            return bool(taken) and self._lanes - over <= taken
+            over = {lane for lane, total in credits.totals.copy().items() if self._given.get(lane, 0) >= total}
+            return bool(taken) and credits.lanes - over <= taken
         # After the last lane has left, others are waited for.
-        return len(self._waiting) >= max(1, len(self._lanes - (self._absent - taken)))
-
-    def lane_joined(self, lane: int) -> None:
-        """Have rounds wait for a lane more. From any thread."""
-        self._lanes |= {lane}
-
-    def lane_left(self, lane: int) -> None:
-        """Have rounds of a fragment less, but for rounds of every lane: see `lane_gone`. From any thread."""
-        if not self.lag.is_pacing:
-            self._lanes -= {lane}
-
-    def lane_absent(self, lane: int) -> None:
-        """Have rounds be full without a fragment of a lane, but for a round of every lane. From any thread."""
-        self._absent |= {lane}
-
-    def lane_back(self, lane: int) -> None:
-        """Have rounds wait for a fragment of a lane again. From any thread."""
-        self._absent -= {lane}
-
-    def lane_gone(self, lane: int, fragments: int) -> None:
-        """Wait for no more than so many fragments of a lane. From any thread."""
-        self._gone[lane] = fragments
+        return len(self._waiting) >= max(1, len(credits.lanes - (credits.absent.keys() - taken)))
 
     def give_back(self, release: Callable[[Sequence[int]], None]) -> None:
         """Let the ring go on: the reader is done with the round before."""
@@ -389,32 +364,43 @@ class RolloutIterator(Generic[T]):
 class FragmentCredits(LaneListener):
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
-    It also keeps the rounds, and the stage that counts lanes, in step with lanes that come and go.
+    It also knows the lanes that rounds are made of, and keeps the stage that counts lanes in step with them.
 
     environments    step the lanes
-    rounds          of the loop over the rollout
+    lag             of the rounds of the loop over the rollout
     prefetch        rounds that it may run ahead of its reader; no more than `max_lag` under "pace"
     execution       has the stage that counts the lanes, and gives one that comes what it begins with
 
-    limit    fragments of all lanes together, or, in rounds of every lane, of each: none takes a slower one's credits
+    lanes     that rounds are made of; under "pace" also those that have left, see `totals`. It is replaced, and never
+              changed, as `absent` is: the reader's thread looks at them
+    absent    lane that a round need not wait for, but for a round of every lane -> 1 where it has begun a fragment
+    totals    lane that gives no more -> fragments that it gives in all
     """
 
-    def __init__(self, environments: LaneSource, rounds: FragmentRounds[Any], prefetch: int, execution: Any) -> None:
-        self._rounds, self._execution = rounds, execution
-        lanes, lag = range(environments.num_lanes), rounds.lag
+    def __init__(self, environments: LaneSource, lag: LagBound, prefetch: int, execution: Any) -> None:
+        self._execution = execution
+        self.lanes = frozenset(range(environments.num_lanes))
+        self.absent: Mapping[int, int] = {}
+        self.totals: dict[int, int] = {}
         self._is_by_lane = lag.is_pacing
         self._per_lane = 1 + (min(prefetch, lag.max_lag) if lag.is_pacing and lag.max_lag is not None else prefetch)
-        self.limit = self._per_lane * (1 if self._is_by_lane else len(lanes))
         is_in_rounds = self._per_lane == 1 and environments.has_fixed_lanes and not self._is_by_lane
         # Before any of them begins its second fragment.
-        self._yet_to_begin = set(lanes if is_in_rounds else ())
-        self._begun = 0  # with credits that are withheld from absent lanes
+        self._yet_to_begin = set(self.lanes if is_in_rounds else ())
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
-        self._withheld: dict[int, int] = {}  # absent lane -> credits that it leaves to no other
-        # absent lane -> its fragments whose credits are withheld once they are back
-        self._in_round: dict[int, int] = {}
+        self._begun = 0  # of all lanes
         self._changed: Callable[[], None] = nobody
+
+    @property
+    def limit(self) -> int:
+        """Fragments of all lanes together, or, in rounds of every lane, of each: none takes a slower one's credits."""
+        return self._per_lane * (1 if self._is_by_lane else len(self.lanes))
+
+    @property
+    def _withheld(self) -> int:
+        """Credits that absent lanes leave to no other: each has its share, beside the fragment that it has begun."""
+        return sum(max(self._per_lane - self._held[lane], -begun) for lane, begun in self.absent.items())
 
     @property
     def wants_newest(self) -> bool:
@@ -435,7 +421,7 @@ class FragmentCredits(LaneListener):
         if self._is_by_lane:
             is_refused = self._held[index] >= self.limit
         else:
-            is_refused = self._begun >= self.limit or index in self._withheld
+            is_refused = self._begun + self._withheld >= self.limit or index in self.absent
         if is_refused or (self._yet_to_begin and index in self._begun_by):
             return False
         self._begun += 1
@@ -450,17 +436,13 @@ class FragmentCredits(LaneListener):
 
     def gone(self, lane: int, fragments: int) -> None:
         """Have no round of every lane wait for one that gives no more than so many fragments in all."""
-        self._rounds.lane_gone(lane, fragments)
+        self.totals[lane] = fragments
 
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
         for lane in lanes:
             self._held[lane] -= 1
-            if self._in_round.get(lane):
-                self._in_round[lane] -= 1
-                self._withheld[lane] += 1
-            else:
-                self._begun -= 1
+            self._begun -= 1
         self._changed()
 
     def waits_for(self) -> Wait | None:
@@ -468,8 +450,7 @@ class FragmentCredits(LaneListener):
         if self._yet_to_begin:
             lanes = ", ".join(map(str, sorted(self._yet_to_begin)))
             return Wait("credits", "waits", f"are for lanes that have not begun their first fragment: {lanes}")
-        begun = self._begun - sum(list(self._withheld.values()))  # a copy: this is another thread
-        taken = f"{self.limit} fragments of every lane" if self._is_by_lane else f"{begun} fragments"
+        taken = f"{self.limit} fragments of every lane" if self._is_by_lane else f"{self._begun} fragments"
         return Wait("credits", "waits", f"are taken: {taken} are begun and not given back")
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -489,38 +470,31 @@ class FragmentCredits(LaneListener):
         """Make room for a lane; one that fills a vacancy is counted already."""
         self._execution.begin_lane(lane)
         self._execution.counting.expect(int(not fills_a_vacancy))
-        self._add(self._per_lane)
-        self._rounds.lane_joined(lane.index)
+        self.lanes |= {lane.index}
+        self._changed()
 
     def lane_left(self, lane: Any, was_the_last: bool) -> None:
-        """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for."""
-        self._add(-self._per_lane)
+        """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for.
+
+        Rounds have a fragment less, but for rounds of every lane: see `gone`.
+        """
+        if not self._is_by_lane:
+            self.lanes -= {lane.index}
         self._execution.counting.expect(int(was_the_last))
-        self._rounds.lane_left(lane.index)
+        self._changed()
 
     def lane_absent(self, lane: Any) -> None:
-        """Withhold the credits that a lane has brought, until it is back; rounds go on without it.
+        """Withhold the credits of a lane, until it is back; rounds go on without it.
 
         Those of fragments that the reader has, or is about to get, are withheld once the reader is done with them.
         """
-        begun = int(self._begun_by.get(lane.index) == lane.sequence)
-        self._in_round[lane.index] = in_round = min(self._held[lane.index] - begun, self._per_lane)
-        self._withheld[lane.index] = withheld = self._per_lane - in_round - begun
-        self._begun += withheld
+        self.absent = {**self.absent, lane.index: int(self._begun_by.get(lane.index) == lane.sequence)}
         self._changed()
-        self._rounds.lane_absent(lane.index)
 
     def lane_back(self, lane: Any) -> None:
         """Give a lane that was absent its credits again; rounds wait for it."""
-        self._rounds.lane_back(lane.index)
-        del self._in_round[lane.index]
-        self._begun -= self._withheld.pop(lane.index)
+        self.absent = {index: begun for index, begun in self.absent.items() if index != lane.index}
         self._changed()
-
-    def _add(self, fragments: int) -> None:
-        if not self._is_by_lane:
-            self.limit += fragments
-            self._changed()
 
 
 class PacingGate(Protocol):

@@ -1,6 +1,7 @@
 """Pace gate: bounds how far a rollout may run ahead of its trainers, and keeps what they have not acknowledged."""
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,32 +170,26 @@ class BatchCredits:
 
     def __init__(self, gatherer: FragmentGatherer[Any]) -> None:
         self._gatherer = gatherer
-        self._begun = 0
+        self._come = 0  # fragments that have left the rollout
         self._under_way: dict[tuple[int, int], int] = {}  # lane, sequence -> batches that were done with at its begin
 
     def admits(self, done: int, ahead: int) -> bool:
         """True if another fragment may be begun."""
         room = self._gatherer.fragments_per_batch * (min(self._under_way.values(), default=done) + ahead)
-        return self._begun - self._gatherer.left_out < room
+        return self._come + len(self._under_way) - self._gatherer.left_out < room
 
     def begin(self, lane: int, sequence: int, done: int) -> None:
         """Count a fragment that a lane begins."""
-        self._begun += 1
         self._under_way[lane, sequence] = done
 
     def come(self, lane: int, sequence: int) -> None:
         """Note that a fragment has left the rollout. Those before it in its lane never come."""
-        self._forget([key for key in self._under_way if key[0] == lane and key[1] <= sequence])
-        self._begun += 1
+        self.leave(lane, sequence)
+        self._come += 1
 
-    def leave(self, lane: int) -> None:
-        """Forget a lane from which nothing comes any more."""
-        self._forget([key for key in self._under_way if key[0] == lane])
-
-    def _forget(self, keys: Sequence[tuple[int, int]]) -> None:
-        for key in keys:
-            del self._under_way[key]
-        self._begun -= len(keys)
+    def leave(self, lane: int, last: float = math.inf) -> None:
+        """Forget a lane's fragments under way, up to the last that never comes."""
+        self._under_way = {key: done for key, done in self._under_way.items() if key[0] != lane or key[1] > last}
 
 
 class PaceGate:

@@ -35,16 +35,14 @@ class Given:
     columns = {"rewards": Column("rewards", np.zeros((1, 1)))}  # noqa: RUF012
 
 
-def rounds_of(lanes: int, max_lag: int | None = None) -> FragmentRounds[Any]:
+def rounds_of(
+    lanes: int, max_lag: int | None = None, prefetch: int = 0, *, has_fixed_lanes: bool = True
+) -> tuple[FragmentRounds[Any], FragmentCredits]:
     lag = Published(lambda: {}, max_lag, "drop" if max_lag is None else "pace")
-    return FragmentRounds(range(lanes), lag, lambda fragment: None, EpisodeCollector())
-
-
-def credits_for(
-    rounds: FragmentRounds[Any], lanes: int, prefetch: int, *, has_fixed_lanes: bool = True
-) -> FragmentCredits:
     environments: Any = SimpleNamespace(num_lanes=lanes, has_fixed_lanes=has_fixed_lanes)
-    return FragmentCredits(environments, rounds, prefetch, None)
+    execution = SimpleNamespace(begin_lane=lambda lane: None, counting=SimpleNamespace(expect=lambda lanes: None))
+    credits = FragmentCredits(environments, lag, prefetch, execution)
+    return FragmentRounds(credits, lag, lambda fragment: None, EpisodeCollector()), credits
 
 
 @dataclass
@@ -109,9 +107,8 @@ def gather(rounds: Any, take: Callable[[], Any], release: Callable[[Sequence[int
 
 @given(lanes=st.integers(1, 4), ahead=st.integers(0, 2), data=st.data())
 def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
-    rounds = rounds_of(lanes, ahead)
+    rounds, credits = rounds_of(lanes, ahead, ahead)
     lag: Any = rounds.lag
-    credits = credits_for(rounds, lanes, ahead)
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
     handed: list[Given] = []
     for _ in range(12):
@@ -131,26 +128,26 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
 
 
 def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
-    rounds = rounds_of(1, 1)
+    rounds, credits = rounds_of(1, 1)
     given = iter([Given(0, 0, 0), Given(0, 1, 0), Given(1, 0, 0)])
 
     def take() -> Given:
-        rounds.lane_joined(1)
+        credits.lane_joined(SimulatedLane(1), fills_a_vacancy=False)
         return next(given)
 
     gather(rounds, take, lambda lanes: None)
     assert [each.lane for each in rounds.hand_out()] == [0, 1]
-    rounds.lane_gone(1, 1)
+    credits.gone(1, 1)
     gather(rounds, lambda: None, lambda lanes: None)
     assert [(each.lane, each.sequence) for each in rounds.hand_out()] == [(0, 1)]
 
 
 def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
-    rounds = rounds_of(1, 1)
-    rounds.lane_left(0)
-    rounds.lane_gone(0, 0)
+    rounds, credits = rounds_of(1, 1)
+    credits.lane_left(SimulatedLane(0), was_the_last=True)
+    credits.gone(0, 0)
     assert not rounds.is_full
-    rounds.lane_joined(1)
+    credits.lane_joined(SimulatedLane(1), fills_a_vacancy=True)
     given = iter([NoFragment(0), Given(1, 0, 0)])
     gather(rounds, lambda: next(given), lambda lanes: None)
     assert [each.lane for each in rounds.hand_out()] == [1]
@@ -187,8 +184,7 @@ class AbsentLanes:
 
 @given(lanes=st.integers(2, 4), ahead=st.integers(0, 2), seed=st.integers(0, 1 << 32))
 def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed: int) -> None:
-    rounds = rounds_of(lanes)
-    credits = credits_for(rounds, lanes, ahead, has_fixed_lanes=False)
+    rounds, credits = rounds_of(lanes, prefetch=ahead, has_fixed_lanes=False)
     simulated = [SimulatedLane(index) for index in range(lanes)]
     ring = AbsentLanes(Random(seed), simulated, credits)
     handed: list[Given] = []
@@ -208,7 +204,7 @@ def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed
 
 
 def test_in_rounds_no_lane_begins_its_second_fragment_before_all_have_begun_their_first() -> None:
-    credits, asked = credits_for(rounds_of(3), 3, 0), list[None]()
+    (_, credits), asked = rounds_of(3), list[None]()
     credits.watch(lambda: asked.append(None))
     assert credits.admits(SimulatedLane(1))
     assert not credits.admits(SimulatedLane(1, 1))  # the others are still being reset
@@ -223,7 +219,7 @@ def test_in_rounds_no_lane_begins_its_second_fragment_before_all_have_begun_thei
 
 
 def test_in_rounds_a_lane_that_is_lost_before_it_has_begun_is_not_waited_for() -> None:
-    credits, asked = credits_for(rounds_of(3), 3, 0), list[None]()
+    (_, credits), asked = rounds_of(3), list[None]()
     credits.watch(lambda: asked.append(None))
     assert credits.admits(SimulatedLane(1))
     credits.lane_lost(0)
@@ -235,7 +231,7 @@ def test_in_rounds_a_lane_that_is_lost_before_it_has_begun_is_not_waited_for() -
 
 
 def test_ahead_of_the_reader_a_fast_lane_takes_what_credits_there_are() -> None:
-    credits = credits_for(rounds_of(2), 2, 1)
+    _, credits = rounds_of(2, prefetch=1)
     assert [credits.admits(SimulatedLane(1, sequence)) for sequence in range(5)] == [True, True, True, True, False]
     assert not credits.admits(SimulatedLane(0))
     credits.release([0])
