@@ -34,11 +34,21 @@ from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
 
 logger = logging.getLogger(__name__)
 
+# Place -> nodes that step environments there, which have one agent each, or several.
+NODES: dict[str, Sequence[Callable[..., Any]]] = {
+    "inline": (Environments, AgentEnvironments),
+    "threads": (ThreadEnvironments, AgentThreads),
+    "processes": (ProcessEnvironments, AgentProcesses),
+    "rollouts": (RolloutProcesses, AgentRolloutProcesses),
+    "RemoteEnvs": (RemoteEnvironments, RemoteAgentEnvironments),
+    "RemoteRollouts": (HostedRollouts, AgentHostedRollouts),
+}
+
 
 class RolloutKind(NamedTuple):
     """Parts of a rollout whose environments have one agent each, or several.
 
-    inline, …    nodes that step environments, by their place
+    has_agents   whether they have several
     is_ready     whether environments are made already
     act          makes what acts, of the node and the options
     returns      makes what has the returns of the last episodes, of what acts
@@ -46,12 +56,7 @@ class RolloutKind(NamedTuple):
     emitter      parts fragments from turns
     """
 
-    inline: Callable[..., Any]
-    threads: Callable[..., Any]
-    processes: Callable[..., Any]
-    rollouts: Callable[..., Any]
-    remote_envs: Callable[..., Any]
-    remote_rollouts: Callable[..., Any]
+    has_agents: bool
     is_ready: Callable[[Any], bool]
     act: Callable[[Any, RolloutOptions], Acting | AgentsActing]
     returns: Callable[[Any], Any]
@@ -78,25 +83,10 @@ def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
 
 
 ONE_AGENT = RolloutKind(
-    Environments,
-    ThreadEnvironments,
-    ProcessEnvironments,
-    RolloutProcesses,
-    RemoteEnvironments,
-    HostedRollouts,
-    is_ready,
-    _one_acting,
-    lambda acting: EpisodeReturns(),
-    EpisodeCollector[WholeEpisodes],
-    Emitter,
+    False, is_ready, _one_acting, lambda acting: EpisodeReturns(), EpisodeCollector[WholeEpisodes], Emitter
 )
 SEVERAL_AGENTS = RolloutKind(
-    AgentEnvironments,
-    AgentThreads,
-    AgentProcesses,
-    AgentRolloutProcesses,
-    RemoteAgentEnvironments,
-    AgentHostedRollouts,
+    True,
     lambda env: isinstance(env, MultiAgentVectorEnv),
     _several_acting,
     lambda acting: AgentReturns(acting.module.__contains__),
@@ -151,7 +141,7 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
     if isinstance(env, RemoteHosts):
         with closing_on_error(env.close):
             _check_remote(asked)
-        made = kind.remote_envs if isinstance(env, RemoteEnvs) else kind.remote_rollouts
+        made = NODES["RemoteEnvs" if isinstance(env, RemoteEnvs) else "RemoteRollouts"][kind.has_agents]
         return made(env, lanes=lanes, **asked.timeouts.keywords(), **options)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
@@ -166,13 +156,12 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
     options["lanes"] = lanes
     if where in ("processes", "rollouts"):
-        made = kind.processes if where == "processes" else kind.rollouts
-        return made(env, workers=workers, **asked.timeouts.keywords(), **options)
-    if where == "threads":
-        return kind.threads(env, **asked.timeouts.keywords(), **options)
-    if asked.timeouts != Timeouts() and not asked.debug:
+        options["workers"] = workers
+    if where != "inline":
+        options |= asked.timeouts.keywords()
+    elif asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
-    return kind.inline(env, **options)
+    return NODES[where][kind.has_agents](env, **options)
 
 
 def _check_remote(options: RolloutOptions) -> None:

@@ -483,9 +483,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def next_round(self, *, is_first: bool) -> bool:
         """Have the next round of a loop ready to be handed out; False if no more fragments come."""
-        rounds, expected = self._rounds, "with Rollout(...) as rollout: around it, or rollout.start()"
-        drive = self._entered(is_first, expected)
-        with self._raising_when_closed():
+        rounds = self._rounds
+        with self._asking(is_first, "with Rollout(...) as rollout: around it, or rollout.start()") as drive:
             for _ in rounds.missing(drive.release):
                 with rounds.noting_failure():
                     fragment = drive.next()
@@ -494,23 +493,39 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     async def next_round_async(self, *, is_first: bool) -> bool:
         """Have the next round ready, as `next_round` does, in an event loop."""
-        rounds, expected = self._rounds, "async with Rollout(...) as rollout: around it"
-        drive = self._entered(is_first, expected, is_async=True)
-        with self._raising_when_closed():
+        rounds = self._rounds
+        with self._asking(is_first, "async with Rollout(...) as rollout: around it", is_async=True) as drive:
             for _ in rounds.missing(drive.release):
                 with rounds.noting_failure():
                     fragment = await drive.next_async()
                 rounds.take(fragment, drive.release)
         return self._is_round_ready()
 
-    def _entered(self, is_first: bool, expected: str, *, is_async: bool = False) -> Driver:
-        """The driver, of which the reader asks for the next round. Raises RunError if it isn't entered as expected."""
+    @contextmanager
+    def _asking(self, is_first: bool, expected: str, *, is_async: bool = False) -> Iterator[Driver]:
+        """Block in which the reader asks the driver for its next round.
+
+        Raises RunError if the rollout isn't entered as expected, or is closed, by another thread, meanwhile or before.
+        """
         drive, doctor = self._drive, self._doctor
         is_entered = self._is_async is is_async and (not is_first or self._state == "running")
         if drive is None or doctor is None or not is_entered:
             raise self._not_entered(expected)
         doctor.reader_asks()
-        return drive
+        closed = RunError(
+            "the rollout is closed: close() was called while this loop ran; expected drain(), after which a loop ends "
+            "by itself"
+        )
+        if self._state != "running":
+            raise closed
+        try:
+            yield drive
+        except Exception as error:
+            if self._state != "running":
+                raise closed from error
+            raise
+        if self._state != "running":
+            raise closed
 
     def _is_round_ready(self) -> bool:
         self._warn_of_notes()
@@ -533,24 +548,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         entered = "by 'async with'" if self._is_async else "by 'with' or start()"
         state = f"running, entered {entered}" if self._state == "running" else self._state
         return RunError(f"the rollout is {state}; this loop expects: {expected}")
-
-    @contextmanager
-    def _raising_when_closed(self) -> Iterator[None]:
-        """Raise RunError if the rollout is closed, by another thread, while the block is at work or before."""
-        closed = RunError(
-            "the rollout is closed: close() was called while this loop ran; expected drain(), after which a loop ends "
-            "by itself"
-        )
-        if self._state != "running":
-            raise closed
-        try:
-            yield
-        except Exception as error:
-            if self._state != "running":
-                raise closed from error
-            raise
-        if self._state != "running":
-            raise closed
 
     def _warn_of_notes(self) -> None:
         """Warn of lanes that were set aside since the last round."""

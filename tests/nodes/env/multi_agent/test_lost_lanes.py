@@ -14,7 +14,7 @@ from property_examples import examples
 from rollflow import MultiAgentRollout
 from rollflow.nodes import LambdaConnector
 from rollflow.nodes.env.environments import AgentEnvironments
-from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
+from rollflow.nodes.rollout.placement import NODES
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 GOES_ON, LOST_BEFORE, LOST_AFTER, LOST_ELSEWHERE = range(4)
@@ -45,8 +45,7 @@ class Losing(AgentEnvironments):
 
 def losing(drawn: Drawn, events: Sequence[int], **options: Any) -> tuple[list[NumberedAgents], MultiAgentRollout]:
     with pytest.MonkeyPatch.context() as patch:
-        places = SEVERAL_AGENTS._replace(inline=Losing)
-        patch.setattr("rollflow.nodes.rollout.multi_agent_rollout.SEVERAL_AGENTS", places)
+        patch.setitem(NODES, "inline", (None, Losing))
         envs, rollout = made(drawn, **options)
     rollout.environments.events, rollout.environments.is_lost_at = events, {}
     return envs, rollout
