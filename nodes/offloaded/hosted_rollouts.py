@@ -11,7 +11,6 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
-from rollflow.nodes.offloaded.lane_rollout import Replica
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.rollout_settings import (
     LaneProgress,
@@ -282,17 +281,14 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def _begun_settings(self) -> Settings:
         """The rollout's settings; when it begins, the first weights are published where none were."""
         if self._settings is None:
-            replica = Replica.of(self.acting)
             settings = RolloutSettings.of(
-                replica,
+                self.acting,
                 self.how,
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
                 seed=self.seed,
             )
-            self._keep(
-                {each: (replica.versions[each], module.state_dict()) for each, module in replica.modules.items()}
-            )
+            self._keep({each: weights.newest(module) for each, (module, weights) in self.acting.by_id.items()})
             self._settings = settings.message()
         return self._settings
 

@@ -18,6 +18,7 @@ from rollflow.stream.graph.chain import CallMark
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import clock
 
+AnyActing = Acting | AgentsActing
 Published = Mapping[Any, tuple[int, Weights]]  # module id -> version and weights; of one module, DEFAULT_MODULE_ID
 
 # Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
@@ -35,14 +36,16 @@ class LanePlan:
     sequence        number of its first fragment
     first_step      the run's vector step at which it begins
     lookback        steps of the fragment before in each (H)
-    acting          how forward passes are done: what `ModuleForward` takes beside module and weights
+    how             forward passes are done: what `ModuleForward` takes beside module and weights
+    versions        module id -> policy version of the weights that its copy has; -1: they are yet to come
     """
 
     environments: Mapping[str, Any]
     sequence: int
     first_step: int
     lookback: int
-    acting: Mapping[str, Any]
+    how: Mapping[str, Any]
+    versions: Mapping[Any, int]
 
     @property
     def seed(self) -> int:
@@ -66,58 +69,9 @@ class LaneSite:
     deviations: Deviations = field(default_factory=lambda: Deviations(is_logged=False))
 
 
-class Replica:
-    """Connectors and modules that act in one lane, for that lane alone. It can be pickled until its stages are made.
-
-    acting      copies of modules and pipelines for this lane alone
-    versions    module id -> policy version of the weights that the module has; -1: they are yet to come
-    """
-
-    def __init__(self, acting: Acting | AgentsActing, versions: Mapping[Any, int]) -> None:
-        self._acting, self.versions = acting, versions
-
-    @classmethod
-    def of(cls, acting: Acting | AgentsActing) -> "Replica":
-        """What acts now, with the newest weights; a copy once it is pickled."""
-        return cls(acting, {each: weights.load_into(module) for each, (module, weights) in acting.by_id.items()})
-
-    @property
-    def modules(self) -> Mapping[Any, Any]:
-        """Module id -> the copy that acts."""
-        return {module_id: module for module_id, (module, _) in self._acting.by_id.items()}
-
-    @property
-    def named_pipelines(self) -> Sequence[tuple[str, Any]]:
-        """Pipelines of connectors, whose states are kept in step with other lanes', and their names."""
-        return self._acting.named_pipelines
-
-    def begin(self) -> None:
-        """Make ready to act, and to `put` weights."""
-        for module_id, (_, weights) in self._acting.by_id.items():
-            weights.go_on_from(self.versions[module_id])
-
-    def put(self, published: Published) -> None:
-        """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
-        acting = self._acting.by_id
-        for module_id, (version, weights) in published.items():
-            acting[module_id][1].publish_as(version, weights, copies=False)
-
-    def under_way(self, lane: Any) -> int:
-        """Transitions that the lane's next vector step may end."""
-        return self._acting.under_way(lane)
-
-    def stages(self, site: LaneSite, plan: LanePlan, metrics: MetricsLogger) -> tuple[Any, Any, Any, Any, Any]:
-        """The lane, its environments, and the stages before the forward pass, of it, and behind it.
-
-        They act from the plan's first fragment on.
-        """
-        acting = self._acting
-        environments = (_OneLane if isinstance(acting, Acting) else _SeveralLane)(site, **plan.environments)
-        environments.begin_at(plan.first_step)
-        acting.set_spaces(environments)
-        acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
-        [lane] = environments.lanes
-        return lane, environments, *acting.stages(environments, plan.acting, metrics)
+def loaded_versions(acting: AnyActing) -> dict[Any, int]:
+    """Have copies that act take over their newest weights: module id -> policy version that each then has."""
+    return {module_id: weights.load_into(module) for module_id, (module, weights) in acting.by_id.items()}
 
 
 class _OneLane(Environments):
@@ -157,7 +111,7 @@ class LaneRollout:
 
     site        environments, and what else the place has to say
     plan        what this is to be
-    replica     what acts, for this lane alone
+    acting      copies of modules and pipelines, for this lane alone
     between     called before every forward pass; it may `put` weights, or raise
     began       called when the first reset and the first forward pass are done
     mark        where is noted what is under way; None: nobody looks at it
@@ -169,17 +123,23 @@ class LaneRollout:
         self,
         site: LaneSite,
         plan: LanePlan,
-        replica: Replica,
+        acting: AnyActing,
         *,
         between: Callable[[], None],
         began: Callable[[], None] = nothing,
         mark: CallMark | None = None,
     ) -> None:
-        self._site, self._replica = site, replica
+        self._site, self._acting = site, acting
         self._metrics = MetricsLogger()
         self._turns = _Turns(between)
-        replica.begin()
-        self.lane, environments, prepare, forward, act = replica.stages(site, plan, self._metrics)
+        for module_id, (_, weights) in acting.by_id.items():
+            weights.go_on_from(plan.versions[module_id])
+        environments: Any = (_OneLane if isinstance(acting, Acting) else _SeveralLane)(site, **plan.environments)
+        environments.begin_at(plan.first_step)
+        acting.set_spaces(environments)
+        acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
+        [self.lane] = environments.lanes
+        prepare, forward, act = acting.stages(environments, plan.how, self._metrics)
         first: Any = _FirstNoted(forward, self._turns.end_first, began)
         self._run = InlineRun(ring_of(environments, prepare, first, act, self._turns), mark=mark)
         self._calls: dict[str, list[Any]] = {}
@@ -203,14 +163,19 @@ class LaneRollout:
         # None where the gate has held the lane: it stands before its next forward pass.
         return given[0][1] if given else self.lane.cut(), None, 0
 
+    def put(self, published: Published) -> None:
+        """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
+        for module_id, (version, weights) in published.items():
+            self._acting.by_id[module_id][1].publish_as(version, weights, copies=False)
+
     @property
     def under_way(self) -> int:
         """Transitions that the next vector step may end."""
-        return self._replica.under_way(self.lane)
+        return self._acting.under_way(self.lane)
 
     def take_states(self, states: Iterable[dict[str, Any]]) -> None:
         """Have the connectors go on from states that they have come to elsewhere: one for each pipeline."""
-        for (_, pipeline), state in zip(self._replica.named_pipelines, states, strict=True):
+        for (_, pipeline), state in zip(self._acting.named_pipelines, states, strict=True):
             pipeline.set_state(state)
 
     def busy_ns(self) -> list[int]:
@@ -228,7 +193,7 @@ class LaneRollout:
         """
         report: dict[str, Any] = {"steps": self.lane.num_steps}
         report["nodes"] = self._nodes()
-        states = [pipeline.get_state() for _, pipeline in self._replica.named_pipelines]
+        states = [pipeline.get_state() for _, pipeline in self._acting.named_pipelines]
         if any(states):
             report["states"] = states
         if self._metrics.keys():

@@ -20,10 +20,10 @@ from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
-from rollflow.nodes.offloaded.lane_rollout import Drained, LanePlan, LaneRollout, LaneSite, Replica, is_of_environment
+from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, LaneSite, is_of_environment
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, metrics_of
-from rollflow.nodes.stages.acting import Acting, acting_for, compile_options
-from rollflow.nodes.stages.module_set import AgentsActing, AgentToModule, agents_acting_for
+from rollflow.nodes.stages.acting import acting_for, compile_options
+from rollflow.nodes.stages.module_set import AgentToModule, agents_acting_for
 from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
@@ -45,7 +45,7 @@ from rollflow.stream.wire import (
 
 logger = logging.getLogger(__name__)
 
-Act = Callable[[Any, RolloutSettings], tuple[Replica, Mapping[str, Any]]]
+Act = Callable[[Any, RolloutSettings], tuple[AnyActing, Mapping[str, Any]]]
 
 
 class _Outdated(BaseException):
@@ -60,7 +60,7 @@ class RolloutSession:
     published    module id -> version and weights
     fresh        ids of modules whose weights have come through the connection that there is now
     states       of connectors by pipeline; None: there are none
-    acting       lane -> what acts in it, where published weights go to
+    rollouts     lane -> its rollout, which published weights go to
     changed      held while any of these changes
     """
 
@@ -68,7 +68,7 @@ class RolloutSession:
     published: dict[Any, tuple[int, policy_weights.Weights]] = field(default_factory=dict)
     fresh: set[Any] = field(default_factory=set)
     states: Mapping[str, Any] | None = None
-    acting: dict[Any, Replica] = field(default_factory=dict)
+    rollouts: dict[Any, LaneRollout] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -98,8 +98,8 @@ class RolloutSession:
                 raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
             self.published[module] = version, weights
             self.fresh.add(module)
-            for replica in self.acting.values():
-                replica.put({module: (version, weights)})
+            for rollout in self.rollouts.values():
+                rollout.put({module: (version, weights)})
             self.changed.notify_all()
 
     def take_states(self, states: Mapping[str, Any]) -> None:
@@ -234,10 +234,10 @@ class RolloutLane:
         assert grant is not None
         # Another start goes on with other episodes than the first: the same might fail in the same way.
         session.seed = seed_for(settings.seed, "restart", session.starts) if session.starts else settings.seed
-        replica, how = self._act(self.env, settings)
+        acting, how = self._act(self.env, settings)
         states = session.states = told.states
         if states is not None:  # before the first observations go through
-            for name, pipeline in replica.named_pipelines:
+            for name, pipeline in acting.named_pipelines:
                 pipeline.set_state(states[name])
         environments = {
             "first_lane": grant.lane,
@@ -245,13 +245,15 @@ class RolloutLane:
             "fragment_length": settings.fragment_length,
             "seed": session.seed,
         }
-        plan = LanePlan(environments, session.sequence, first_step, settings.lookback, how)
+        plan = LanePlan(
+            environments, session.sequence, first_step, settings.lookback, how, dict.fromkeys(acting.by_id, -1)
+        )
         site = LaneSite(self.env, deviations=self._deviations)
-        rollout = LaneRollout(site, plan, replica, between=partial(self._between, session))
+        rollout = LaneRollout(site, plan, acting, between=partial(self._between, session))
         with told.changed:
             self._check(session)
-            replica.put(told.published)
-            told.acting[self] = replica  # for what is published from now on
+            rollout.put(told.published)
+            told.rollouts[self] = rollout  # for what is published from now on
         return rollout
 
     def _between(self, session: LaneSession) -> None:
@@ -340,7 +342,7 @@ class RolloutHost(Host):
             num_envs,
             lanes,
             autoreset_mode,
-            lambda maker, _: RolloutLane(maker, self._replica),
+            lambda maker, _: RolloutLane(maker, self._acting_for),
             {"agent_to_module_mapping_fn": agent_to_module_mapping_fn, "joint_connector": joint_connector},
         )
         self.role = "agent_rollout" if self._has_several else "rollout"
@@ -411,8 +413,8 @@ class RolloutHost(Host):
             case Cut():
                 self._lanes[self._ids.index(news.lane)].cut(news.number)
 
-    def _replica(self, env: Any, settings: RolloutSettings) -> tuple[Replica, dict[str, Any]]:
-        """The replica that acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""
+    def _acting_for(self, env: Any, settings: RolloutSettings) -> tuple[AnyActing, dict[str, Any]]:
+        """What acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""
         given = self._module if isinstance(self._module, Mapping) else {DEFAULT_MODULE_ID: self._module}
         if self._module is None:
             given = dict.fromkeys(settings.module)
@@ -427,13 +429,12 @@ class RolloutHost(Host):
         how: dict[str, Any] = {"flat": settings.flat, "threads": settings.threads, "compiled": self._compiled}
         if self._compiled is not None:
             how["flat"] = False
-        acting: Acting | AgentsActing
+        acting: AnyActing
         if self._has_several:
             options |= {"explore": settings.explore, "may_be_stateful": settings.lookback > 0, "how": how}
             acting = agents_acting_for(env.parts, env, module=given, **options, **self._of_agents)
         else:
             spaces = env.single_observation_space, env.single_action_space
             acting = acting_for(env, spaces, module=given[DEFAULT_MODULE_ID], **options)
-        replica = Replica(acting, dict.fromkeys(given, -1))
-        settings.check(replica, self.name)
-        return replica, {"explore": settings.explore, **how}
+        settings.check(acting, self.name)
+        return acting, {"explore": settings.explore, **how}

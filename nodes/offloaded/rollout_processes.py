@@ -13,7 +13,7 @@ from rollflow.nodes.env.workers.watch import Activity
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
 from rollflow.nodes.env.workers.worker_process import pickled
 from rollflow.nodes.modules.policy_weights import Weights, pack_weights
-from rollflow.nodes.offloaded.lane_rollout import LanePlan, Replica
+from rollflow.nodes.offloaded.lane_rollout import AnyActing, LanePlan, loaded_versions
 from rollflow.nodes.offloaded.lent_fragments import FragmentReader
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.stages.ring import STAGES
@@ -72,9 +72,9 @@ class RolloutLink(LaneLink):
             self._send_weights()
 
     def _reset(self) -> None:
-        """Have the rollout built, with the weights of its replica, and its first fragment made."""
-        replica, plan = self.node.replica_for(self.lane, self.starts)
-        setup = pickled({"replica": replica, "plan": plan}, _parts_of(replica))
+        """Have the rollout built, with the weights of its modules, and its first fragment made."""
+        acting, plan = self.node.acting, self.node.plan_for(self.lane, self.starts)
+        setup = pickled((acting, plan), _parts_of(acting))
         block = SharedBlock(PROGRESS_BYTES + len(setup))
         block.write(setup, PROGRESS_BYTES)
         self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
@@ -82,7 +82,7 @@ class RolloutLink(LaneLink):
         self._reported = 0
         self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
         self._seed = plan.seed
-        self.versions, self.untaken = dict(replica.versions), 0
+        self.versions, self.untaken = dict(plan.versions), 0
         self.send(frame(FrameKind.SET_UP, number=block.size), block.fd)
         block.close()
         self._turn()
@@ -238,11 +238,11 @@ class RolloutLink(LaneLink):
         return 0 if self._progress is None else int(self._progress[1])
 
 
-def _parts_of(replica: Replica) -> Iterator[tuple[str, Any]]:
+def _parts_of(acting: AnyActing) -> Iterator[tuple[str, Any]]:
     """Parts of a rollout that may not be picklable, and their names."""
-    for module in replica.modules.values():
+    for module, _ in acting.by_id.values():
         yield f"module '{type(module).__name__}'", module
-    for name, pipeline in replica.named_pipelines:
+    for name, pipeline in acting.named_pipelines:
         for piece in pipeline.connectors:
             yield f"{name}, piece '{piece.name}'", piece
 
@@ -250,7 +250,7 @@ def _parts_of(replica: Replica) -> Iterator[tuple[str, Any]]:
 class WorkerRollouts(WorkerNode, OffloadedRollouts):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
-    What `replica` gives is pickled. A lost worker takes with it what it had made of its fragment, counted in
+    What acts is pickled. A lost worker takes with it what it had made of its fragment, counted in
     `lost_steps`, and what its connectors had learnt and logged since the one before.
     """
 
@@ -282,8 +282,8 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
                 link.send(frame(FrameKind.DRAIN))
         super().hasten()
 
-    def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
-        """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""
+    def plan_for(self, token: TurnToken, starts: int) -> LanePlan:
+        """The plan of a lane's rollout that begins with its next fragment."""
         lane, is_listed = token.index, self.slot_seeds is not None and not starts
         environments = {
             "first_lane": lane,
@@ -292,7 +292,8 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
             "seed": seed_for(self.seed, "restart", starts) if starts else self.seed,
             "slot_seeds": tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         }
-        return Replica.of(self.acting), LanePlan(environments, token.sequence, token.step, self.lookback, self.how)
+        versions = loaded_versions(self.acting)
+        return LanePlan(environments, token.sequence, token.step, self.lookback, self.how, versions)
 
     # Inside
 

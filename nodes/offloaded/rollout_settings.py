@@ -8,7 +8,7 @@ from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
 from rollflow.nodes.modules.default_module import DefaultModule, model_config_of
 from rollflow.nodes.offloaded.fragment_checks import MOST
-from rollflow.nodes.offloaded.lane_rollout import Replica
+from rollflow.nodes.offloaded.lane_rollout import AnyActing
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import Settings
@@ -49,20 +49,20 @@ class RolloutSettings:
     pieces: Annotated[Mapping[str, Sequence[str]], field.map_of(field.list_of(_LINE, 1024))]
 
     @classmethod
-    def of(cls, replica: Replica, acting: Mapping[str, Any], **sizes: int) -> "RolloutSettings":
+    def of(cls, acting: AnyActing, how: Mapping[str, Any], **sizes: int) -> "RolloutSettings":
         """Settings of a rollout: what acts, options of forward passes, and the numbers."""
-        names = {each: type(module).__name__ for each, module in replica.modules.items()}
+        names = {each: type(module).__name__ for each, (module, _) in acting.by_id.items()}
         configs = {
             each: asdict(model_config_of(module.model_config)) if type(module) is DefaultModule else None
-            for each, module in replica.modules.items()
+            for each, (module, _) in acting.by_id.items()
         }
         return cls(
-            explore=acting["explore"],
-            flat=acting["flat"],
-            threads=acting["threads"],
+            explore=how["explore"],
+            flat=how["flat"],
+            threads=how["threads"],
             module=names,
             model_config=configs,
-            pieces={name: [piece.name for piece in pipeline.connectors] for name, pipeline in replica.named_pipelines},
+            pieces={name: [piece.name for piece in pipeline.connectors] for name, pipeline in acting.named_pipelines},
             **sizes,
         )
 
@@ -86,15 +86,14 @@ class RolloutSettings:
                     raise WireError(f"settings.model_config: {error}") from error
         return made
 
-    def check(self, replica: Replica, name: str) -> None:
+    def check(self, acting: AnyActing, name: str) -> None:
         """Raise ModuleError or ConnectorError where a host's modules or pieces are others than the rollout's."""
         for module_id, kind in self.module.items():
-            if type(replica.modules[module_id]).__name__ != kind:
+            if (named := type(acting.by_id[module_id][0]).__name__) != kind:
                 raise ModuleError(
-                    f"the {self._named(module_id)} of host {name} is {type(replica.modules[module_id]).__name__}; "
-                    f"expected that of the rollout: {kind}"
+                    f"the {self._named(module_id)} of host {name} is {named}; expected that of the rollout: {kind}"
                 )
-        mine = {which: [piece.name for piece in pipeline.connectors] for which, pipeline in replica.named_pipelines}
+        mine = {which: [piece.name for piece in pipeline.connectors] for which, pipeline in acting.named_pipelines}
         for which in dict.fromkeys([*self.pieces, *mine]):
             theirs = list(self.pieces.get(which, ()))
             if mine.get(which, []) != theirs:

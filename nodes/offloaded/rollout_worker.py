@@ -14,7 +14,7 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_wit
 from rollflow.nodes.env.workers.lane_server import LaneServer, failure
 from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.policy_weights import unpack_weights
-from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, LaneSite, is_of_environment
+from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, LaneSite, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
 from rollflow.nodes.offloaded.rollout_processes import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
@@ -40,7 +40,8 @@ class RolloutServer(LaneServer):
             return b""
         if kind is FrameKind.WEIGHTS:
             version, weights, module_id = unpack_weights(SharedBlock(asked.number, asked.fd).taken().tobytes())
-            self._replica.put({module_id: (version, weights)})
+            if self._rollout is not None:
+                self._rollout.put({module_id: (version, weights)})
             return frame(FrameKind.TAKEN)
         if kind is FrameKind.STATES:
             if self._rollout is not None:
@@ -51,7 +52,7 @@ class RolloutServer(LaneServer):
             self._progress = block[:PROGRESS_BYTES].view(np.int64)
             self._busy = self._progress[BUSY].data  # quicker than the array
             try:
-                return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
+                return self._set_up(*pickle.loads(block[PROGRESS_BYTES:].tobytes()))
             except Exception as error:
                 self._rollout = None
                 return failure(error, is_refusal=not is_of_environment(error))
@@ -75,16 +76,14 @@ class RolloutServer(LaneServer):
             if answer:
                 self._send(answer)
 
-    def _set_up(self, setup: dict[str, Any]) -> bytes:
+    def _set_up(self, acting: AnyActing, plan: LanePlan) -> bytes:
         assert self._env is not None
-        replica, plan = setup["replica"], setup["plan"]
-        self._replica = replica
         env = self._env.env if isinstance(self._env, LaneVectorEnv) else self._env
         site = LaneSite(env, is_shared=True, turn=self._phase.turn, deviations=self._deviations)
         self._rollout = LaneRollout(
             site,
             plan,
-            replica,
+            acting,
             between=self._between,
             began=lambda: self._send(frame(FrameKind.BEGUN)),
             mark=self._progress[MARK].data,

@@ -20,7 +20,7 @@ from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
-from rollflow.nodes.offloaded.lane_rollout import Published, Replica
+from rollflow.nodes.offloaded.lane_rollout import Published
 from rollflow.nodes.offloaded.offloaded import Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, RolloutDoctor, ThreadDriver
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
@@ -139,9 +139,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
         """A train batch of a round."""
 
-    def replica(self) -> Replica:
-        """Copy of what acts, for another process."""
-        return Replica.of(self._acting)
+    @property
+    def acting_modules(self) -> list[Any]:
+        """Copies of the modules, which act."""
+        return [module for module, _ in self._acting.by_id.values()]
 
     def be_drawn_anew(self) -> None:
         """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.

@@ -17,7 +17,6 @@ from remote_rollouts import hosted, makers, rollout_over
 from rollflow import MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.env_source import lane_makers
-from rollflow.nodes.offloaded.lane_rollout import Replica
 from rollflow.nodes.offloaded.rollout_host import RolloutLane, RolloutSession
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import WireError
@@ -158,14 +157,14 @@ def test_what_the_next_rollout_tells_is_not_taken_by_the_one_before() -> None:
     real = RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule())
     seen: list[Any] = []
 
-    def act(env: Any, settings: RolloutSettings) -> tuple[Replica, Any]:
-        replica, how = real._replica(env, settings)
-        seen.append(replica)
+    def act(env: Any, settings: RolloutSettings) -> tuple[Any, Any]:
+        acting, how = real._acting_for(env, settings)
+        seen.append(acting)
         if len(seen) == 1:
             begun.set()
             go_on.wait()
-        dict(replica.named_pipelines)["env_to_module"].set_state = partial(seen.append)
-        return replica, how
+        dict(acting.named_pipelines)["env_to_module"].set_state = partial(seen.append)
+        return acting, how
 
     lane = lane_with(act)
     settings = RolloutSettings.of_message(Settings(GOOD | {"pieces": pieces()}))

@@ -224,7 +224,7 @@ def test_each_host_goes_on_from_what_all_have_seen() -> None:
             next(fragments), next(fragments)
         # Each has had the states after the second fragments by now, and its own third on top.
         for lane in (one._lanes[0], other._lanes[0]):
-            filters = lane.session.told.acting[lane].named_pipelines[0][1].connectors
+            filters = lane.session.told.rollouts[lane]._acting.named_pipelines[0][1].connectors
             [mine] = [piece for piece in filters if isinstance(piece, MeanStdFilter)]
             assert len(mine.get_state()["sources"]) == 2
             assert mine.count >= 2 * 2 * (2 * 10 + 1)
