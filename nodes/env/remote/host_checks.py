@@ -3,7 +3,6 @@
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from time import monotonic
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space
 
 from rollflow.stream import wire
+from rollflow.stream.data.closing import ClosedOnExit, closing_on_error
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
@@ -26,60 +26,75 @@ class ProtocolViolation(Exception):
     """Raised when a host does something else than the protocol says."""
 
 
-class HostDialogue:
-    """Connections with one host.
+class RawConnection(ClosedOnExit):
+    """Connection with a host after its handshake, frame by frame: what is sent need not be right.
 
-    opened        gives a new connection to it
+    opened        gives a new connection to the host
     secret        shared by both; None: there is none
     patience_s    how long an answer may take
-    role          the host's, as it said in the last handshake
+    session       that goes on; None: a new one
+
+    The answer to a request that was under way when the session's last connection ended may come more than once: after
+    the welcome, and for the request that was sent again. Raises ProtocolViolation where the host does something else in
+    the handshake.
     """
 
-    def __init__(self, opened: Opened, secret: bytes | None, patience_s: float) -> None:
-        self.opened, self.secret, self.patience_s = opened, secret, patience_s
-        self.role = ""
+    def __init__(
+        self, opened: Opened, secret: bytes | None, patience_s: float, session: wire.GatewaySession | None = None
+    ) -> None:
+        self.secret, self._opened, self._patience_s = secret, opened, patience_s
+        self._sent_again = set() if session is None else {(each.lane, each.number) for each in session.under_way}
+        self.sock = opened()
+        with closing_on_error(self.close):
+            self.sock.settimeout(patience_s)
+            self.session = self._shaken(session)
+        self.hello = self.session.hello
+        self.lane = self.session.lanes[0]
+        self.form = form_of(self.hello)
+        self._decoder = wire.FrameDecoder(wire.Limits().max_frame)
+        self._waiting: list[wire.Message] = []
 
-    @contextmanager
-    def begun(self, session: wire.GatewaySession | None = None) -> Iterator["RawConnection"]:
-        """A connection after its handshake, with a new session or one that goes on."""
-        with self.opened() as sock:
-            sock.settimeout(self.patience_s)
-            yield RawConnection(self.shaken(sock, session), sock)
+    def again(self, session: wire.GatewaySession | None = None, secret: bytes | None = None) -> "RawConnection":
+        """Close this connection; another one, with a new session or one that goes on, and a secret if it is another."""
+        self.close()
+        return RawConnection(self._opened, secret or self.secret, self._patience_s, session)
 
-    def shaken(self, sock: socket.socket, session: wire.GatewaySession | None) -> wire.GatewaySession:
-        """Go through the handshake. Raises ProtocolViolation where the host does something else."""
+    def close(self) -> None:
+        """Close the connection, without a goodbye."""
+        self.sock.close()
+
+    def _shaken(self, session: wire.GatewaySession | None) -> wire.GatewaySession:
+        """Go through the handshake."""
         gateway = wire.GatewayConnection(
             software="rollflow check-host", secret=self.secret, limits=wire.Limits(), now=monotonic()
         )
         hello: wire.Hello | None = None
         while hello is None:
-            for event in _received(sock, gateway, "the handshake"):
+            data = self._data("the handshake")
+            if gateway.is_new and data and data[0] in TLS_BEGINS:
+                raise ProtocolViolation("speaks TLS, expected it not to")
+            events = gateway.receive(data, monotonic()) if data else gateway.ended()
+            self.sock.sendall(b"".join(gateway.outgoing()))
+            for event in events:
+                if isinstance(event, wire.ConnectionBroken):
+                    raise event.error
                 if isinstance(event, wire.Hello):
                     hello = event
-        self.role = hello.role
         if session is None:
             lanes = range(10, 10 + len(hello.slots))
             session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(0))
         gateway.welcome(session)
-        _flush(sock, gateway)
+        self.sock.sendall(b"".join(gateway.outgoing()))
         return session
 
-
-class RawConnection:
-    """Connection after its handshake, frame by frame: what is sent need not be right.
-
-    The answer to a request that was under way when the session's last connection ended may come more than once: after
-    the welcome, and for the request that was sent again.
-    """
-
-    def __init__(self, session: wire.GatewaySession, sock: socket.socket) -> None:
-        self.session, self.sock = session, sock
-        self._sent_again = {(request.lane, request.number) for request in session.under_way}
-        self.hello = session.hello
-        self.lane = session.lanes[0]
-        self.form = form_of(self.hello)
-        self._decoder = wire.FrameDecoder(wire.Limits().max_frame)
-        self._waiting: list[wire.Message] = []
+    def _data(self, what: str) -> bytes:
+        """The next bytes; none where the other end has closed."""
+        try:
+            return self.sock.recv(1 << 16)
+        except TimeoutError:
+            raise ProtocolViolation(f"sent nothing for {self._patience_s:g} s, expected {what}") from None
+        except ConnectionError:
+            return b""
 
     @property
     def slots(self) -> int:
@@ -93,7 +108,7 @@ class RawConnection:
     def next(self, what: str) -> wire.Message:
         """The next message. Raises ProtocolViolation where none comes."""
         while not self._waiting:
-            data = _data(self.sock, what)
+            data = self._data(what)
             if not data:
                 raise ProtocolViolation(f"closed the connection, expected {what}")
             self._waiting += [wire.decode(frame) for frame in self._decoder.feed(data)]
@@ -109,33 +124,38 @@ class RawConnection:
     def ask(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
         """Send a valid request: its answer. Raises ProtocolViolation where that fails, or does not fit."""
         self.put(request)
-        return self.answer_to(request)
+        return self.answers_to([request])[0]
 
     def put(self, request: wire.Reset | wire.Step) -> None:
         """Send a valid request, whose answer is waited for from now on."""
         self.session.ask(request)
         self.send(request)
 
-    def answer_to(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
-        """The next message, as the answer to this; one that came before and may come again is dropped."""
-        kind: Any = wire.AgentRows if self.hello.role == "agents" else wire.Rows
-        answer = self._next_answer(kind, request)
-        while (answer.lane, answer.number) in self._sent_again and self.session.asked(answer) is None:
-            answer = self._next_answer(kind, request)
-        if (answer.lane, answer.number) != (request.lane, request.number):
-            raise ProtocolViolation(
-                f"sent {shown(answer)} of lane {answer.lane}, expected that of lane {request.lane}, "
-                f"number {request.number}"
-            )
-        if isinstance(answer, wire.Failed):
-            raise ProtocolViolation(f"failed at {request.kind} {request.number}: {answer.type}: {answer.text}")
-        rows: wire.Rows | wire.AgentRows = self.form.check_rows(answer, request, self.session.slots_of(request.lane))
-        if self.session.asked(answer) is not None:
-            self.session.take(rows)
-        return rows
+    def answers_to(self, requests: Sequence[wire.Reset | wire.Step], how: str = "") -> list[wire.Rows | wire.AgentRows]:
+        """The next messages as the answers to these, in any order; one that came before and may come again is dropped.
 
-    def _next_answer(self, kind: Any, request: wire.Reset | wire.Step) -> Any:
-        return self.expect(kind | wire.Failed, f"{kind.kind} for {request.kind} {request.number}")
+        how    the requests came, for errors
+        """
+        kind: Any = wire.AgentRows if self.hello.role == "agents" else wire.Rows
+        left = {(request.lane, request.number): request for request in requests}
+        answers = []
+        while left:
+            lanes = f"each of lanes {[lane for lane, _ in left]}, {how}"
+            expected = f"{kind.kind} for {lanes if how else f'{requests[0].kind} {requests[0].number}'}"
+            answer = self.expect(kind | wire.Failed, expected)
+            request = left.pop((answer.lane, answer.number), None)
+            if request is not None:
+                if isinstance(answer, wire.Failed):
+                    failure = f"{answer.type}: {answer.text}"
+                    raise ProtocolViolation(
+                        f"failed at {request.kind} {request.number}: {failure}, expected {expected}"
+                    )
+                answers.append(self.form.check_rows(answer, request, self.session.slots_of(request.lane)))
+                if self.session.asked(answer) is not None:
+                    self.session.take(answers[-1])
+            elif (answer.lane, answer.number) not in self._sent_again or self.session.asked(answer) is not None:
+                raise ProtocolViolation(f"sent {shown(answer)} of lane {answer.lane}, expected {expected}")
+        return answers
 
     def reset(self, seed: int = 1, lane: int | None = None) -> wire.Rows | wire.AgentRows:
         """Reset a lane with seeds."""
@@ -184,7 +204,7 @@ class RawConnection:
 
     def closed(self, what: str) -> None:
         """Expect the host to close the connection. Raises ProtocolViolation where it does not."""
-        if self._waiting or _data(self.sock, what):
+        if self._waiting or self._data(what):
             raise ProtocolViolation(f"sent more, expected {what}")
 
 
@@ -193,33 +213,6 @@ def shown(message: wire.Message) -> str:
     reason = f" '{message.code}' ({message.text})" if isinstance(message, wire.Refused) else ""
     number = getattr(message, "number", None)
     return f"{message.kind}{'' if number is None else f' {number}'}{reason}"
-
-
-def _received(sock: socket.socket, gateway: wire.GatewayConnection, what: str) -> list[Any]:
-    data = _data(sock, what)
-    if gateway.is_new and data and data[0] in TLS_BEGINS:
-        raise ProtocolViolation("speaks TLS, expected it not to")
-    events = gateway.receive(data, monotonic()) if data else gateway.ended()
-    _flush(sock, gateway)
-    for event in events:
-        if isinstance(event, wire.ConnectionBroken):
-            raise event.error
-    return list(events)
-
-
-def _flush(sock: socket.socket, gateway: wire.GatewayConnection) -> None:
-    for buffer in gateway.outgoing():
-        sock.sendall(buffer)
-
-
-def _data(sock: socket.socket, what: str) -> bytes:
-    """The next bytes; none where the other end has closed."""
-    try:
-        return sock.recv(1 << 16)
-    except TimeoutError:
-        raise ProtocolViolation(f"sent nothing for {sock.gettimeout():g} s, expected {what}") from None
-    except ConnectionError:
-        return b""
 
 
 def check_host(
@@ -232,16 +225,14 @@ def check_host(
 
     Where the host does not get through the handshake, the other checks are left out.
     """
-    dialogue = HostDialogue(opened, secret, patience_s)
+    role = ""
     for number, (name, check) in enumerate(_CHECKS.items()):
-        if check is _keeps_turns and dialogue.role != "agents":
+        if check is _keeps_turns and role != "agents":
             continue
         try:
-            if check in _OPENING:
-                check(dialogue)
-            else:
-                with dialogue.begun() as host:
-                    check(host)
+            with RawConnection(opened, secret, patience_s) as host:
+                role = host.hello.role
+                check(host)
         except (ProtocolViolation, WireError, OSError) as error:
             yield name, str(error) or type(error).__name__
             if number == 0:
@@ -255,12 +246,11 @@ def _takes_part(host: RawConnection) -> None:
         raise ProtocolViolation(f"has the role '{host.hello.role}', expected 'env', or 'agents'")
 
 
-def _refuses_gateways(dialogue: HostDialogue) -> None:
-    if dialogue.secret is None:
+def _refuses_gateways(host: RawConnection) -> None:
+    if host.secret is None:
         return
-    stranger = HostDialogue(dialogue.opened, secrets.token_bytes(32), dialogue.patience_s)
     try:
-        with stranger.begun():
+        with host.again(secret=secrets.token_bytes(32)):
             raise ProtocolViolation("took part with a gateway that has another secret, expected it to refuse")
     except WireError as error:
         if error.code != "secret":
@@ -289,7 +279,7 @@ def _answers_again(host: RawConnection) -> None:
     request = host.step_request(first)
     rows = host.ask(request)
     host.send(request)
-    if not _same(host.answer_to(request), rows):
+    if not _same(host.answers_to([request])[0], rows):
         raise ProtocolViolation(
             f"answered step {request.number} with something else the second time, expected the same"
         )
@@ -328,45 +318,31 @@ def _takes_pieces(host: RawConnection) -> None:
     host.session.ask(first)
     for byte in b"".join(wire.encode(first)):
         host.sock.sendall(bytes([byte]))
-    _check_rows(host, [first], "whose request came byte by byte")
+    host.answers_to([first], "whose request came byte by byte")
     requests = [host.reset_request(2, lane) for lane in host.session.lanes]
     for request in requests:
         host.session.ask(request)
     host.sock.sendall(b"".join(b"".join(wire.encode(request)) for request in requests))
-    _check_rows(host, requests, "whose requests came in one piece")
+    host.answers_to(requests, "whose requests came in one piece")
 
 
-def _check_rows(host: RawConnection, requests: Sequence[wire.Reset], how: str) -> None:
-    left = {request.lane: request for request in requests}
-    while left:
-        expected = f"rows for each of lanes {list(left)}, {how}"
-        answer = host.next(expected)
-        if not isinstance(answer, wire.Rows | wire.AgentRows) or answer.lane not in left:
-            raise ProtocolViolation(f"sent {shown(answer)}, expected {expected}")
-        request = left.pop(answer.lane)
-        host.session.take(host.form.check_rows(answer, request, host.session.slots_of(request.lane)))
-
-
-def _goes_on(dialogue: HostDialogue) -> None:
-    with dialogue.begun() as host:
-        expected = [host.reset(), *map(host.step, host.actions(3))]
-    with dialogue.begun() as host:
-        first, second, third = host.actions(3)
-        session = host.session
-        rows = [host.reset(), host.step(first)]
-        request = host.step_request(second)
-        host.put(request)
-    with dialogue.begun(session) as host:  # which asks again
-        rows += host.answer_to(request), host.step(third)
+def _goes_on(host: RawConnection) -> None:
+    expected = [host.reset(), *map(host.step, host.actions(3))]
+    with host.again() as first:
+        actions = host.actions(3)
+        rows = [first.reset(), first.step(actions[0])]
+        request = first.step_request(actions[1])
+        first.put(request)
+    with first.again(first.session) as second:  # which asks again
+        rows += *second.answers_to([request]), second.step(actions[2])
     _check_same(rows, expected, "than without the break")
 
 
-def _refuses_frames(dialogue: HostDialogue) -> None:
-    with dialogue.begun() as host:
-        host.sock.sendall((0xFFFFFFF8).to_bytes(4, "little"))
-        host.refused("frame", "a frame of 4 GiB")
-    with dialogue.begun() as host:
-        _takes_part(host)
+def _refuses_frames(host: RawConnection) -> None:
+    host.sock.sendall((0xFFFFFFF8).to_bytes(4, "little"))
+    host.refused("frame", "a frame of 4 GiB")
+    with host.again() as other:
+        _takes_part(other)
 
 
 def _refuses_noise(host: RawConnection) -> None:
@@ -414,7 +390,7 @@ def _same(one: wire.Rows | wire.AgentRows, other: wire.Rows | wire.AgentRows) ->
 
 
 # What a host does that passes a check -> the check of a connection after its handshake, in their order.
-_CHECKS: dict[str, Callable[[Any], None]] = {
+_CHECKS: dict[str, Callable[[RawConnection], None]] = {
     "Says hello, proves the secret, and is welcome": _takes_part,
     "Refuses a gateway that does not know the secret": _refuses_gateways,
     "Answers a reset and 300 steps with rows that fit its spaces and its autoreset mode": _steps,
@@ -432,4 +408,3 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "Closes the connection when it is told goodbye": _says_goodbye,
     "Fails a step in which nobody acts, and can be reset then": _keeps_turns,
 }
-_OPENING = (_refuses_gateways, _goes_on, _refuses_frames)  # those that open connections themselves
