@@ -131,18 +131,7 @@ def env_steps_of(
         raise EpisodeError(
             f"{steps + 1} observations do not go with {others}; expected as many infos, and one less of everything else"
         )
-    nothing: list[AgentValues] = [{}] * (steps + 1)
-
-    def step(number: int) -> EnvStep:
-        at_end = number == steps
-        return EnvStep(
-            observations=observations[number],
-            actions=(actions or nothing)[number - 1] if number else {},
-            rewards=(rewards or nothing)[number - 1] if number else {},
-            infos=(infos or nothing)[number],
-            terminateds=terminateds if at_end else {},
-            truncateds=truncateds if at_end else {},
-            extra_model_outputs=(extra_model_outputs or nothing)[number - 1] if number else {},
-        )
-
-    return [step(number) for number in range(steps + 1)]
+    nothing: list[AgentValues] = [{}] * steps
+    acts, gets, extra = ([{}, *(given or nothing)] for given in (actions, rewards, extra_model_outputs))
+    ends = ([*nothing, flags] for flags in (terminateds, truncateds))
+    return list(map(EnvStep, observations, acts, gets, infos or [*nothing, {}], *ends, extra))

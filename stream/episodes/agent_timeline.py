@@ -377,13 +377,8 @@ def _between(head: AgentTimeline, tail: AgentTimeline, received: Received) -> Si
             f"{tail.episode.t_started}; expected step {t + 1}"
         )
     parts = [reward for env_step, reward in received.items() if head.last_seen <= env_step < first_seen]
-    return SingleAgentEpisode(
-        head.episode.id_,
-        observations=[head.episode.get_observations(-1), tail.episode.get_observations(0)],
-        infos=[head.episode.get_infos(-1), tail.episode.get_infos(0)],
-        actions=[head.pending.action],
-        rewards=[sum_of(parts)],
-        extra_model_outputs={key: [item] for key, item in head.pending.extra_model_outputs.items()},
-        t_started=t,
-        len_lookback_buffer=0,
-    )
+    total = head.episode.rewards.total()
+    step = head.episode.part(total, total, 0, t)
+    results = tail.episode.get_observations(0), head.pending.action, sum_of(parts), tail.episode.get_infos(0)
+    step.add_env_step(*results, extra_model_outputs=head.pending.extra_model_outputs)
+    return step

@@ -17,6 +17,10 @@ from rollflow.stream.episodes.buffer import Indices, LookbackBuffer, count_of
 from rollflow.stream.observe.svg import array_table
 
 REWARD_SPACE: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
+_PLAIN = (  # attributes that a state has as they are
+    *("id_", "agent_id", "module_id", "multi_agent_episode_id"),
+    *("t", "t_started", "is_terminated", "is_truncated"),
+)
 
 
 class SingleAgentEpisode:
@@ -450,14 +454,7 @@ class SingleAgentEpisode:
         """The state as a dict, with lookback and flags; the data are copies."""
         initial = {} if self.initial_state is None else {"initial_state": map_tree(np.array, self.initial_state)}
         return initial | {
-            "id_": self.id_,
-            "agent_id": self.agent_id,
-            "module_id": self.module_id,
-            "multi_agent_episode_id": self.multi_agent_episode_id,
-            "t": self.t,
-            "t_started": self.t_started,
-            "is_terminated": self.is_terminated,
-            "is_truncated": self.is_truncated,
+            **{name: getattr(self, name) for name in _PLAIN},
             "custom_data": copy.deepcopy(self.custom_data),
             "duration_s": self.get_duration_s(),
             "buffers": {
@@ -478,14 +475,9 @@ class SingleAgentEpisode:
             extra_model_outputs={
                 key: buffer_from_state(key, part) for key, part in state["extra_model_outputs"].items()
             },
-            terminated=state["is_terminated"],
-            truncated=state["is_truncated"],
-            t_started=state["t_started"],
-            agent_id=state["agent_id"],
-            module_id=state["module_id"],
-            multi_agent_episode_id=state["multi_agent_episode_id"],
         )
-        episode.t = state["t"]
+        for name in _PLAIN:
+            setattr(episode, name, state[name])
         episode.custom_data = copy.deepcopy(state["custom_data"])
         episode._duration_s = state["duration_s"]
         episode.initial_state = state.get("initial_state")

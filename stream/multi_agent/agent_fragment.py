@@ -278,11 +278,6 @@ class ModuleFragment(AgentFragment):
         """Names of this module's extra outputs, `policy_version` among them."""
         return (*self.outputs[self._module_id], Columns.POLICY_VERSION)
 
-    def chunk_at(self, start: int, slot: int) -> SingleAgentEpisode:
-        """The chunk that begins in a row of a slot."""
-        [index] = np.flatnonzero((self.chunks.slot == slot) & (self.chunks.start == start))
-        return self.chunk(int(index))
-
 
 def column_name(columns: Mapping[str, Column], name: str, kind: Tree) -> str:
     """The name of an output's column: a new one where a column of another kind has its name, as `kind_of` has kinds."""

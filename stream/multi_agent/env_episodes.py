@@ -35,7 +35,7 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> MultiA
     started, end = clock.start(env, nth), clock.end_of(env, nth)
     stop = clock.first + fragment.num_rows if end is None else end[0]
     key = env, int(clock.numbers[env]) + nth
-    timelines = chain.from_iterable(_sealed_timelines(clock, part, env, nth, started, stop) for part in fragment.parts)
+    timelines = _sealed_timelines(fragment, env, nth, started, stop)
     episode = _made(MultiAgentEpisode, fragment.parts, clock, env, nth, stop, timelines)
     episode.custom_data.update(fragment.custom_data.get(key, {}))
     episode.lane, episode.slot = fragment.lane, fragment.env_slot(env)
@@ -133,25 +133,22 @@ def _live_timelines(part: "AgentLane", env: int, started: int, now: int, *, has_
 
 
 def _sealed_timelines(
-    clock: "EnvClock", part: "AgentFragment", env: int, nth: int, started: int, stop: int
+    fragment: "MultiAgentFragment", env: int, nth: int, started: int, stop: int
 ) -> Iterator[AgentTimeline]:
-    """The agents of one part that were in an episode."""
-    first_slot, chunks = env * len(part.part.agents), part.chunks
-    low, high = np.searchsorted(chunks.slot, [first_slot, first_slot + len(part.part.agents)])
-    with_steps = set()
-    for index in range(int(low), int(high)):
-        slot, start = int(chunks.slot[index]), int(chunks.start[index])
-        if clock.nth(env, int(part.clock[start, slot])) != nth:
-            continue
-        view = part.of_module(part.module_ids[int(part.chunk_modules[index])])
-        with_steps.add(slot)
-        yield _timeline(part, view.chunk_at(start, slot), slot, int(chunks.stop[index]), started, stop)
-    for slot in range(first_slot, first_slot + len(part.part.agents)):
-        row = int(part.stops[slot])
-        if slot in with_steps or not (part.waits[slot] or part.acts[slot]):
-            continue
-        if clock.nth(env, int(part.clock[row, slot])) == nth:
-            yield _timeline(part, part.rest_of(slot), slot, row, started, stop)
+    """The agents that were in an episode, part by part; in each, those with steps in the fragment come first."""
+    chunks = {key[:2]: (view, index) for key, view, index in fragment.agent_chunks.get((env, nth), ())}
+    for number, part in enumerate(fragment.parts):
+        first_slot, places = env * len(part.part.agents), range(len(part.part.agents))
+        for place in places:
+            if (number, place) in chunks:
+                view, index = chunks[number, place]
+                row = int(view.chunks.stop[index])
+                yield _timeline(part, view.chunk(index), first_slot + place, row, started, stop)
+        for slot in (first_slot + place for place in places if (number, place) not in chunks):
+            row = int(part.stops[slot])
+            goes_on = part.waits[slot] or part.acts[slot]
+            if goes_on and fragment.clock.nth(env, int(part.clock[row, slot])) == nth:
+                yield _timeline(part, part.rest_of(slot), slot, row, started, stop)
 
 
 def _timeline(

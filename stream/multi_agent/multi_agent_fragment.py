@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.fragments.episode_collector import AgentChunk
 from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, ModuleFragment
 from rollflow.stream.multi_agent.env_episodes import sealed_episode
@@ -66,6 +70,23 @@ class MultiAgentFragment:
         Ongoing episodes ended as truncated. An agent without a step in this fragment has no chunk to mark so.
         """
         return self.clock.losses
+
+    @cached_property
+    def agent_chunks(self) -> dict[tuple[int, int], list[AgentChunk]]:
+        """(environment, number of its episode in the fragment) -> chunks of its agents.
+
+        An agent's key is the number of its part, its place in that, and the id of its module.
+        """
+        found: dict[tuple[int, int], list[AgentChunk]] = {}
+        for number, part in enumerate(self.parts):
+            for module_id in part.outputs:
+                view = part.of_module(module_id)
+                envs, places = np.divmod(view.chunks.slot, len(part.part.agents))
+                nths = self.clock.nth_of(envs, part.clock[view.chunks.start, view.chunks.slot])
+                rows = zip(envs.tolist(), nths.tolist(), places.tolist(), strict=True)
+                for index, (env, nth, place) in enumerate(rows):
+                    found.setdefault((env, nth), []).append(((number, place, module_id), view, index))
+        return found
 
     def of_module(self, module_id: Any) -> ModuleFragment:
         """The agents' chunks in which a module acted. Raises KeyError for one that has not acted so far."""

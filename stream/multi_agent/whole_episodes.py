@@ -11,7 +11,6 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree, kind_of, map_tree
 from rollflow.stream.fragments.episode_collector import (
-    AgentChunk,
     AgentSteps,
     EnvChunk,
     EpisodeCollector,
@@ -63,7 +62,7 @@ class AgentEpisodeCollector(EpisodeCollector[WholeMultiAgentEpisodes]):
     """
 
     def _chunks(self, fragment: MultiAgentFragment) -> Iterator[EnvChunk]:
-        clock, of_agents = fragment.clock, _by_episode(fragment)
+        clock = fragment.clock
         for env in range(fragment.num_envs):
             for nth in range(clock.count(env)):
                 started, end = clock.start(env, nth), clock.end_of(env, nth)
@@ -78,7 +77,7 @@ class AgentEpisodeCollector(EpisodeCollector[WholeMultiAgentEpisodes]):
                     begin,
                     stop,
                     end is not None,
-                    of_agents.get((env, nth), []),
+                    fragment.agent_chunks.get((env, nth), []),
                     fragment.custom_data.get(key, {}),
                     end is not None and end[1],
                     _early_of(fragment, env, started, stop),
@@ -97,20 +96,6 @@ _NO_OUTPUTS = (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)
 
 def _id_of(ids: Sequence[str], env: int, number: int) -> str:
     return ids[env]
-
-
-def _by_episode(fragment: MultiAgentFragment) -> dict[tuple[int, int], list[AgentChunk]]:
-    """(environment, number of its episode in the fragment) -> chunks of its agents."""
-    found: dict[tuple[int, int], list[AgentChunk]] = {}
-    for number, part in enumerate(fragment.parts):
-        for module_id in part.outputs:
-            view = part.of_module(module_id)
-            envs, places = np.divmod(view.chunks.slot, len(part.part.agents))
-            nths = fragment.clock.nth_of(envs, part.clock[view.chunks.start, view.chunks.slot])
-            rows = zip(envs.tolist(), nths.tolist(), places.tolist(), strict=True)
-            for index, (env, nth, place) in enumerate(rows):
-                found.setdefault((env, nth), []).append(((number, place, module_id), view, index))
-    return found
 
 
 def _early_of(
