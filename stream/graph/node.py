@@ -320,16 +320,22 @@ async def ending_quietly(task: Callable[[], Awaitable[None]]) -> None:
             raise
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a task group; the group itself where there is more than errors in it, such as Ctrl-C."""
+    error: BaseException = group.exceptions[0] if isinstance(group, ExceptionGroup) else group
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
 @contextmanager
-def out_of_group() -> Iterator[None]:
-    """Raise the first error of a task group in the block as it is, without the group."""
-    failure: Exception | None = None
+def out_of_group(choose: Callable[[BaseExceptionGroup[BaseException]], BaseException] = first_error) -> Iterator[None]:
+    """Raise an error of a task group in the block as it is, without the group: the one that is chosen."""
+    failure: BaseException | None = None
     try:
         yield
-    except ExceptionGroup as group:
-        failure = group.exceptions[0]
-        while isinstance(failure, ExceptionGroup) and len(failure.exceptions) == 1:
-            failure = failure.exceptions[0]
+    except BaseExceptionGroup as group:
+        failure = choose(group)
     if failure is not None:
         context = failure.__context__  # `raise` would replace it by the group
         try:

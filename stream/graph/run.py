@@ -26,7 +26,7 @@ from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.meter import clock
-from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node
+from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node, out_of_group
 from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_doctor import RunDoctor
@@ -464,27 +464,16 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 @asynccontextmanager
 async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None) -> AsyncIterator[Run]:
     run = Run(graph, rules, trace)
-    failure: BaseException | None = None
     try:
-        async with anyio.create_task_group() as tasks:
-            run.start(tasks)
-            yield run
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        failure = _distinct(group)
-        _close_after(run, failure)
+        with out_of_group(_distinct):
+            async with anyio.create_task_group() as tasks:
+                run.start(tasks)
+                yield run
+                tasks.cancel_scope.cancel()
     except BaseException as error:
         _close_after(run, error)
         raise
-    else:
-        run.close()
-    if failure is not None:
-        context = failure.__context__  # `raise` would replace it by the group
-        try:
-            raise failure
-        finally:
-            failure.__context__ = context
-            del failure, context  # whose tracebacks refer to this frame
+    run.close()
 
 
 def _close_after(run: Run, error: BaseException) -> None:

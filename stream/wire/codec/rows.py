@@ -64,7 +64,10 @@ class RowForm:
         check_numbers(obs, range(slots), f"{where}: obs")
         check_infos(rows.infos, slots, f"{where}: infos")
         check_infos(rows.final_infos, slots, f"{where}: final_infos")
-        ended = _ended(rows, isinstance(request, Step), slots, where)
+        is_step = isinstance(request, Step)
+        _check_columns(rows, [slots], f"{slots} numbers", where, is_step=is_step)
+        terminateds: Any = rows.terminateds  # None after a reset
+        ended = tuple(np.flatnonzero(terminateds | rows.truncateds).tolist()) if is_step else ()
         expected = () if self.autoreset == "NEXT_STEP" else ended
         if rows.final_slots != expected:
             raise WireError(
@@ -90,32 +93,23 @@ def _check_seeds(request: Reset, slots: int, where: str) -> None:
         raise WireError(f"{where}: {len(request.seeds)} seeds, expected {slots} or none", "request")
 
 
-def _check_finite(rewards: NDArray[Any], where: str, what: str) -> None:
-    """Raise WireError for rewards `float[S]` that are not finite; `what` has the place of a slot's number."""
-    if not np.isfinite(rewards).all():
-        slot = int(np.argmin(np.isfinite(rewards)))
-        text = f"the reward of {what.format(slot)} is {rewards[slot]}, expected a finite number"
-        raise WireError(f"{where}: {text}", "rows")
+def _check_columns(rows: Rows | AgentRows, counts: Sequence[int], expected: str, where: str, *, is_step: bool) -> None:
+    """Raise WireError where rewards or flags are not there for every slot of a step, or rewards are not finite.
 
-
-def _ended(rows: Rows, is_step: bool, slots: int, where: str) -> tuple[int, ...]:
-    """The slots whose episode ended. Raises WireError where rewards or flags don't fit."""
-    columns: dict[str, NDArray[Any] | None] = {
-        "rewards": rows.rewards,
-        "terminateds": rows.terminateds,
-        "truncateds": rows.truncateds,
-    }
-    for name, column in columns.items():
-        if (column is not None) != is_step or (column is not None and len(column) != slots):
-            raise WireError(
-                f"{where}: {name} is {'nil' if column is None else shown(column)}, expected "
-                f"{f'{slots} numbers' if is_step else 'nil'}",
-                "rows",
-            )
-    if rows.rewards is None or rows.terminateds is None or rows.truncateds is None:
-        return ()
-    _check_finite(rows.rewards, where, "slot {}")
-    return tuple(np.flatnonzero(rows.terminateds | rows.truncateds).tolist())
+    counts      slots of each part; of one agent there is one part
+    expected    the same in words
+    """
+    for name in ("rewards", "terminateds", "truncateds"):
+        column = getattr(rows, name)
+        parts = [column] if isinstance(column, np.ndarray) else column
+        if (parts is not None) != is_step or (is_step and [len(part) for part in parts] != list(counts)):
+            given = "nil" if column is None else shown(column)
+            raise WireError(f"{where}: {name} is {given}, expected {expected if is_step else 'nil'}", "rows")
+        for part, numbers in enumerate(parts if is_step and name == "rewards" else ()):
+            if not np.isfinite(numbers).all():
+                slot = int(np.argmin(np.isfinite(numbers)))
+                whose = f"slot {slot}" if numbers is column else f"agent slot {slot} of part {part}"
+                raise WireError(f"{where}: the reward of {whose} is {numbers[slot]}, expected a finite number", "rows")
 
 
 def check_numbers(tree: Tree, slots: Sequence[int], where: str, what: str = "slot") -> None:
@@ -207,7 +201,8 @@ class AgentForm:
         """
         where, is_step = f"{request.kind} {rows.number} of lane {rows.lane}", isinstance(request, Step)
         seen, obs = self._observed(rows.agent_slots, rows.obs, slots, (where, "obs"))
-        self._check_columns(rows, is_step, slots, where)
+        counts = [slots * size for size in self.sizes]
+        _check_columns(rows, counts, f"arrays of {', '.join(map(str, counts))} numbers", where, is_step=is_step)
         ended = _envs_ended(rows, is_step, slots, where)
         _check_infos(rows.infos, slots, len(self.agents), f"{where}: infos")
         _check_infos(rows.first_infos, len(ended), len(self.agents), f"{where}: first_infos")
@@ -265,19 +260,6 @@ class AgentForm:
             chosen.append(None if count == everybody else each)
             items.append(placed(tree, space, count, here, code))
         return tuple(chosen), tuple(items)
-
-    def _check_columns(self, rows: AgentRows, is_step: bool, slots: int, where: str) -> None:
-        """Raise WireError where rewards or flags are not there for every agent slot, or rewards are not finite."""
-        for name in ("rewards", "terminateds", "truncateds"):
-            columns: Sequence[NDArray[Any]] | None = getattr(rows, name)
-            if columns is None and not is_step:
-                continue
-            expected = [slots * size for size in self.sizes]
-            if not is_step or columns is None or [len(column) for column in columns] != expected:
-                wanted = f"arrays of {', '.join(map(str, expected))} numbers" if is_step else "nil"
-                raise WireError(f"{where}: {name} is {shown(columns)}, expected {wanted}", "rows")
-        for part, rewards in enumerate(rows.rewards or ()):
-            _check_finite(rewards, where, "agent slot {} of part " + str(part))
 
 
 def _parts_in(space: gym.Space[Any], where: str) -> tuple[gym.Space[Any], ...]:

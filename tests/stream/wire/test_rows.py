@@ -132,7 +132,7 @@ WRONG_AGENT_ROWS: list[tuple[dict[str, Any], str]] = [
         {"obs": (INT([[0, 0], [0, 0], [NAN, 0]]).astype(np.float32), INT([3]))},
         r"obs\[0\] of agent slot 2 has a NaN, expected numbers",
     ),
-    ({"rewards": None}, "rewards is None, expected arrays of 4, 2 numbers"),
+    ({"rewards": None}, "rewards is nil, expected arrays of 4, 2 numbers"),
     ({"rewards": (np.zeros(4, np.float32),)}, "rewards is .*, expected arrays of 4, 2 numbers"),
     ({"truncateds": (np.zeros(4, bool), np.zeros(1, bool))}, "truncateds is .*, expected arrays of 4, 2 numbers"),
     (
