@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
-from rollflow.stream.data.space import describe_space
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.space import describe_space, leaves_within
+from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.handshake import MOST_SLOTS, Hello
@@ -61,7 +61,7 @@ class RowForm:
         """
         where = f"{request.kind} {rows.number} of lane {rows.lane}"
         obs = placed(rows.obs, self.observation_space, slots, f"{where}: obs")
-        check_numbers(obs, range(slots), f"{where}: obs")
+        _check_numbers(self.observation_space, obs, range(slots), f"{where}: obs")
         check_infos(rows.infos, slots, f"{where}: infos")
         check_infos(rows.final_infos, slots, f"{where}: final_infos")
         is_step = isinstance(request, Step)
@@ -84,7 +84,7 @@ class RowForm:
         final_obs = None
         if expected:
             final_obs = placed(rows.final_obs, self.observation_space, len(expected), f"{where}: final_obs")
-            check_numbers(final_obs, expected, f"{where}: final_obs")
+            _check_numbers(self.observation_space, final_obs, expected, f"{where}: final_obs")
         return replace(rows, obs=obs, final_obs=final_obs)
 
 
@@ -112,20 +112,16 @@ def _check_columns(rows: Rows | AgentRows, counts: Sequence[int], expected: str,
                 raise WireError(f"{where}: the reward of {whose} is {numbers[slot]}, expected a finite number", "rows")
 
 
-def check_numbers(tree: Tree, slots: Sequence[int], where: str, what: str = "slot") -> None:
-    """Raise WireError where an array of floats, one item for each of `slots`, has a NaN.
+def _check_numbers(space: gym.Space[Any], items: Tree, slots: Sequence[int], where: str, what: str = "slot") -> None:
+    """Raise WireError where an array of floats, one item of a space for each of `slots`, has a NaN.
 
     what    a slot is called
     """
-    if isinstance(tree, dict):
-        for key, part in tree.items():
-            check_numbers(part, slots, f"{where}[{key!r}]", what)
-    elif isinstance(tree, tuple):
-        for index, part in enumerate(tree):
-            check_numbers(part, slots, f"{where}[{index}]", what)
-    elif tree.dtype.kind == "f" and np.isnan(tree).any():
-        at = int(np.argmax(np.isnan(tree).reshape(len(tree), -1).any(axis=1)))
-        raise WireError(f"{where} of {what} {slots[at]} has a NaN, expected numbers", "rows")
+    if any(numbers.dtype.kind == "f" and np.isnan(numbers).any() for numbers in leaves_of(items)):
+        for leaf in leaves_within(space, where):
+            wrong = np.isnan(leaf.found(items)).reshape(len(slots), -1).any(axis=1)
+            if wrong.any():
+                raise WireError(f"{leaf.path} of {what} {slots[wrong.argmax()]} has a NaN, expected numbers", "rows")
 
 
 def check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:
@@ -223,9 +219,9 @@ class AgentForm:
     ) -> tuple[AgentSlots, tuple[Tree, ...]]:
         """Observations, as `_items` has them. Raises WireError for a NaN."""
         chosen, obs = self._items(agent_slots, trees, self.observation_spaces, slots, where, code="rows")
-        for part, (each, tree) in enumerate(zip(chosen, obs, strict=True)):
+        for part, (space, each, tree) in enumerate(zip(self.observation_spaces, chosen, obs, strict=True)):
             numbers = range(slots * self.sizes[part]) if each is None else each.tolist()
-            check_numbers(tree, numbers, f"{where[0]}: {where[1]}[{part}]", "agent slot")
+            _check_numbers(space, tree, numbers, f"{where[0]}: {where[1]}[{part}]", "agent slot")
         return chosen, obs
 
     def _items(

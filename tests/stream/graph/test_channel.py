@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollflow.stream import Inlet, Outlet
-from rollflow.stream.graph.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel
+from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel
 from rollflow.stream.graph.meter import NodeMeter
 
 
@@ -126,25 +126,23 @@ async def test_two_readers_of_one_inlet_are_both_woken() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("step_ns", "count"), [(0, CHECKPOINT_EVERY - 1), (CHECKPOINT_NS, 0)])
-async def test_ends_that_never_wait_still_pass_through_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch, step_ns: int, count: int
-) -> None:
-    times = itertools.count(step=step_ns)
+async def test_ends_that_never_wait_still_pass_through_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(step=CHECKPOINT_NS // 4)
     monkeypatch.setattr("rollflow.stream.graph.channel.clock", lambda: next(times))
-    channel = Channel[int]("c", 10 * CHECKPOINT_EVERY)
-    for number in range(CHECKPOINT_EVERY):
+    channel = Channel[int]("c", 100)
+    for number in range(10):
         channel.offer(number)
     outlet, inlet = ends(channel)
     sent, received = 0, 0
     with anyio.CancelScope() as scope:
         scope.cancel()
-        while True:
+        while sent < 10:
             await outlet.send(sent)
             sent += 1
     with anyio.CancelScope() as scope:
         scope.cancel()
-        while True:
+        while received < 10:
             await inlet.receive()
             received += 1
-    assert (sent, received) == (count, count)
+    assert sent < 5
+    assert received < 5
