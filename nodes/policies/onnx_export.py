@@ -45,7 +45,7 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     UnBatchToIndividualItems,
 )
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations
-from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.artifact import Arrays

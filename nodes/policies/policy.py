@@ -16,12 +16,8 @@ from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.learner.train_columns import device_of
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.connectors.pipelines.default_pipelines import (
-    EnvToModulePipeline,
-    ModuleToEnvPipeline,
-    pieces_within,
-)
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_within
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.given_module import RandomModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.rl_module import is_stateful
@@ -437,7 +433,9 @@ class Policy:
         self._chosen_space = chosen_space(self.module, self.action_space)
         self._weights = PolicyWeights(self.module)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
-        self._forward = ModuleForward(self.module, self._weights, explore=explore, threads=1)
+        self._forward = ModuleForward(
+            self.module, self._weights, explore=explore, threads=1, before=[self.env_to_module]
+        )
         context = {"module": self.module, "explore": explore}
         self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._needs_lane = has_memory(self.module, *pipelines)

@@ -126,10 +126,11 @@ class Acting:
         of_lanes    keywords of the first stage: which lanes come by, and who is told of them
         """
         context = {"module": self.copy, "explore": how["explore"], "metrics": metrics}
+        before, env_space = [self.env_to_module], environments.action_space
         return (
             EnvToModule(self.env_to_module, **context, **of_lanes),
-            ModuleForward(self.copy, self.weights, **how),
-            ModuleToEnv(self.module_to_env, env_space=environments.action_space, threads=how["threads"], **context),
+            ModuleForward(self.copy, self.weights, before=before, **how),
+            ModuleToEnv(self.module_to_env, before=before, env_space=env_space, threads=how["threads"], **context),
         )
 
     def under_way(self, lane: Lane) -> int:

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
@@ -162,6 +162,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                 agents = part.part.agents
                 self._prepare(lane, part, pipeline)
         except Exception as error:
+            note_own_pieces(error, *self.pipelines)
             whose = f", agents {list(agents)}" if agents else ""
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}{whose}")
             raise
@@ -221,6 +222,7 @@ class AgentForward:
             try:
                 turn.batch = forward.forward(turn.batch)
             except Exception as error:
+                note_own_pieces(error, *self._modules.env_to_module)
                 where = f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}"
                 note_batch(error, where, turn.batch)
                 raise
@@ -296,6 +298,7 @@ class ModuleToAgents:
             try:
                 made.append(self._act(lane.index, turn, pipeline))
             except Exception as error:
+                note_own_pieces(error, pipeline)
                 error.add_note(
                     f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}, "
                     f"agents {_agents_of(part, turn.shown.slots)}"

@@ -9,7 +9,8 @@ from torch import nn
 
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.learner.train_columns import device_of
-from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.nodes.modules.policy_weights import PolicyWeights
@@ -43,6 +44,7 @@ class ModuleForward:
     flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`; None: if passes are
                not compiled, for a `DefaultModule`, and for others on the CPU while they are seen to do the same
     threads    that torch uses for a pass, and for a pass alone; None: as many as it is set to
+    before     make the batches, for errors
     compiled   do a pass by `torch.compile` with these options; None: don't
 
     The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
@@ -57,11 +59,12 @@ class ModuleForward:
         explore: bool = True,
         flat: bool | None = None,
         threads: int | None = None,
+        before: Sequence[EnvToModulePipeline] = (),
         compiled: Mapping[str, Any] | None = None,
     ) -> None:
         self.module = module
         self.policy_version = weights.version
-        self._weights = weights
+        self._weights, self._before = weights, before
         self._inference_mode = torch.inference_mode()  # made once: making it costs more than a small forward pass
         forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
@@ -85,6 +88,7 @@ class ModuleForward:
         try:
             lane.batch = self.forward(lane.batch)
         except Exception as error:
+            note_own_pieces(error, *self._before)
             note_batch(error, f"lane {lane.index}, vector step {lane.vector_steps}", lane.batch)
             raise
         lane.policy_version = self.policy_version
@@ -115,6 +119,7 @@ class ModuleForward:
             batch = joined([turn.batch for turn in turns])
             output = self.forward(batch)
         except Exception as error:
+            note_own_pieces(error, *self._before)
             note_batch(error, where, batch)
             raise
         parts: Sequence[Any] = [output]

@@ -509,7 +509,7 @@ class AgentsActing:
         if isinstance(copy, RandomModule):
             copy.seed(seed_for(self.seed, f"actions/{name}"))
         weights = PolicyWeights(copy, version)
-        forward = ModuleForward(copy, weights, explore=explore, **self.how)
+        forward = ModuleForward(copy, weights, explore=explore, before=self.env_to_module, **self.how)
         self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{name}")
 
     def _retire(self, module_id: Any) -> None:

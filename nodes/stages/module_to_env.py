@@ -1,5 +1,6 @@
 """The stage after the forward pass: connector pieces turn the module's output into actions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -7,8 +8,8 @@ import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.module_to_env.action_pieces import slots_with_nan
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
-from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
@@ -29,6 +30,7 @@ class ModuleToEnv:
     explore     what the pieces see as `explore`
     metrics     what the pieces see as `metrics`
     threads     that torch uses meanwhile; None: as many as it is set to
+    before      make the module's batch, for errors
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class ModuleToEnv:
         pipeline: ModuleToEnvPipeline,
         module: Any,
         *,
+        before: Sequence[EnvToModulePipeline] = (),
         env_space: gym.Space[Any] | None = None,
         explore: bool = True,
         metrics: Any = None,
         threads: int | None = None,
     ) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self._before = pipeline, before
         self._acted = with_threads(threads, acted)
         self._context = module, explore, metrics
         self._env_space = env_space
@@ -65,6 +68,7 @@ class ModuleToEnv:
             convert_actions(batch, chosen, self._env_space)
             lane.record_actions(batch)
         except Exception as error:
+            note_own_pieces(error, *self._before, self.pipeline)
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
 from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, RowGoals, SampledSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError

@@ -258,7 +258,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
             try:
                 fused = self._fused(rl_module, batch, episodes, explore, shared_data)
             except Exception as error:
-                error.add_note(f"in connector piece {self._described(first)}")
+                self._note_piece(error, first, batch)
                 raise
             if fused is not None:
                 self._fused_timer.calls += 1
@@ -279,7 +279,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 if piece.changes_episodes:
                     settle_observations(episodes, piece.observation_space)
             except Exception as error:
-                error.add_note(f"in connector piece {self._described(place)}")
+                self._note_piece(error, place, batch)
                 note_of_piece(error)
                 raise
             if not isinstance(batch, dict):
@@ -541,8 +541,33 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
             observation_space, action_space = piece.observation_space, piece.action_space
         self._observation_space, self._action_space = observation_space, action_space
 
+    def _note_piece(self, error: Exception, place: int, batch: Batch) -> None:
+        """Say which piece raised an error, and whose work it was given."""
+        if not self._pieces[place].is_of_user:
+            note_own_pieces(error, self._pieces[:place])
+        if isinstance(error, KeyError) and isinstance(column := error.args[0], str) and column not in batch:
+            error.add_note(f"the batch has no '{column}', but {', '.join(map(repr, batch)) or 'nothing'}")
+        error.add_note(f"in connector piece {self._described(place)}")
+
     def _described(self, place: int) -> str:
         return f"'{self.names[place]}' ({place + 1} of {len(self)} in {self.name})"
+
+
+def pieces_within(*pipelines: Iterable[ConnectorV2]) -> Iterator[ConnectorV2]:
+    """Every piece of pipelines, or of sequences of pieces, those of nested pipelines included."""
+    for piece in (piece for pipeline in pipelines for piece in pipeline):
+        if isinstance(piece, ConnectorPipelineV2):
+            yield from pieces_within(piece)
+        else:
+            yield piece
+
+
+def note_own_pieces(error: Exception, *pipelines: Iterable[ConnectorV2]) -> None:
+    """Add to an error the names of the user's pieces in pipelines before it, unless a piece is named already."""
+    names = [piece.name for piece in pieces_within(*pipelines) if piece.is_of_user]
+    told = str(error), *getattr(error, "__notes__", ())
+    if names and not any("connector piece '" in text or text.startswith("behind the connector") for text in told):
+        error.add_note(f"behind the connector piece{'s' if len(names) > 1 else ''} {', '.join(names)}")
 
 
 def _holds(piece: ConnectorV2, pipeline: ConnectorPipelineV2) -> bool:

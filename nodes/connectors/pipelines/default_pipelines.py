@@ -1,7 +1,7 @@
 """The pipelines of a rollout and a learner: into the module, from it to the environments, and into a train batch."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any, ClassVar, Self
 
@@ -33,7 +33,11 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     arrange_exploration,
     same_items,
 )
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import (
+    ConnectorPipelineV2,
+    note_own_pieces,
+    pieces_within,
+)
 from rollflow.nodes.connectors.pipelines.fused import FusedActions, FusedObservations
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
@@ -136,7 +140,11 @@ class LearnerConnectorPipeline(_BatchPipeline):
         ):
             rl_module = evaluating(rl_module)
         batch = super().__call__(episodes=episodes, rl_module=rl_module, **kwargs)
-        _check_lengths(batch, episodes)
+        try:
+            _check_lengths(batch, episodes)
+        except ConnectorError as error:
+            note_own_pieces(error, self)
+            raise
         return batch
 
     def check_lookback(self, fragment: Fragment) -> None:
@@ -284,12 +292,3 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
             self._fused_timer.calls += len(sizes)
             self._fused_timer.total_ns += perf_counter_ns() - mark
         return made
-
-
-def pieces_within(*pipelines: Iterable[ConnectorV2]) -> Iterator[ConnectorV2]:
-    """Every piece of pipelines, or of sequences of pieces, those of nested pipelines included."""
-    for piece in (piece for pipeline in pipelines for piece in pipeline):
-        if isinstance(piece, ConnectorPipelineV2):
-            yield from pieces_within(piece)
-        else:
-            yield piece

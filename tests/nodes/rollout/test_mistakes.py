@@ -102,6 +102,43 @@ def test_a_preprocessor_that_forgets_to_return_is_named() -> None:
     assert any("in connector piece 'Forgets'" in note for note in raised.value.__notes__)
 
 
+class Changes(ConnectorV2):
+    """Does something to the batch, and says that observations are of another shape if `space` is one."""
+
+    def __init__(self, change: Any = lambda batch: None, space: Any = None) -> None:
+        self.change, self.space = change, space
+        super().__init__()
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        return self.space or observation_space
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        self.change(batch)
+        return batch
+
+
+WRONG_PIECES: dict[str, tuple[str, Changes, str]] = {
+    "deletes actions": ("module_to_env", Changes(lambda batch: batch.pop("actions")), "'actions'"),
+    "too few actions": ("module_to_env", Changes(lambda batch: batch.update(actions=[0])), "column 'actions': got"),
+    "a list": ("env_to_module", Changes(lambda batch: batch.update(obs=[[0.0] * 4] * 2)), "'obs' is a list, expected"),
+    "too few rows": (
+        "env_to_module",
+        Changes(lambda batch: batch.update(obs=[np.zeros(4)])),
+        r"'obs' has shape \[1, 4",
+    ),
+    "another space": ("env_to_module", Changes(space=spaces.Box(-1, 1, (7,))), r"'obs' has shape \[2, 4\], expected"),
+    "another length": ("learner", Changes(lambda batch: batch.update(mine=[1] * 5)), "column 'mine' has 5 rows"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PIECES)
+def test_a_piece_that_leaves_what_others_can_not_take_is_named(case: str) -> None:
+    pipeline, piece, told = WRONG_PIECES[case]
+    with pytest.raises((KeyError, ValueError), match=told) as raised:
+        run(None, **{f"{pipeline}_connector": lambda *spaces: piece}, seed=0)
+    assert "behind the connector piece Changes" in raised.value.__notes__
+
+
 def test_the_default_module_says_what_takes_other_observations() -> None:
     class Square(gym.Env[Any, Any]):
         observation_space = spaces.Box(-1, 1, (2, 3))
