@@ -71,14 +71,20 @@ class DistributionType:
     def from_logits(self, logits: Tensor) -> Distribution:
         """Make it from `action_dist_inputs`, f32[B, D]; half precision becomes single.
 
-        Raises ModuleError for another width.
+        Raises ModuleError for another width, and for whole numbers.
         """
-        if logits.shape[-1] != self.required_input_dim:
+        if not logits.ndim or logits.shape[-1] != self.required_input_dim:
             raise ModuleError(
                 f"'action_dist_inputs' has shape {list(logits.shape)}, expected a last axis of "
                 f"{self.required_input_dim} for actions in {self.space}"
             ).see("distribution")
-        return self._make(logits.float() if logits.dtype in _HALF else logits)
+        if logits.dtype is not torch.float32:
+            if not logits.is_floating_point():
+                raise ModuleError(
+                    f"'action_dist_inputs' is {logits.dtype}{list(logits.shape)}, expected {torch.float32}"
+                ).see("distribution")
+            logits = logits.float() if logits.dtype in _HALF else logits
+        return self._make(logits)
 
 
 def distribution_for(space: gym.Space[Any]) -> DistributionType:

@@ -639,6 +639,21 @@ def one_left(others: float) -> torch.Tensor:
         ({"vf_preds": torch.zeros(3)}, ModuleError, r"the output of Outputs has \['vf_preds'\], expected 'actions' or"),
         ({"action_dist_inputs": torch.zeros(3, 5)}, ModuleError, r"has shape \[3, 5\], expected a last axis of 7"),
         (
+            {"action_dist_inputs": torch.zeros(3, 7).long()},
+            ModuleError,
+            r"is torch.int64\[3, 7\], expected torch.float32",
+        ),
+        (
+            {"action_dist_inputs": torch.zeros(7)},
+            ModuleError,
+            r"'action_dist_inputs' of shape \[7\], expected \[3, D\]",
+        ),
+        (
+            {"action_dist_inputs": torch.zeros(1, 7)},
+            ModuleError,
+            r"of shape \[1, 7\], expected \[3, D\]: a row for each",
+        ),
+        (
             {"actions": torch.zeros(3, 2, dtype=torch.int64)},
             ColumnError,
             r"column 'actions': got int64\[3, 2\], expected",
