@@ -194,8 +194,11 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return self
 
     def _enter(self, driver: type[Driver], *, is_async: bool = False) -> None:
-        self._begin()
-        self._is_async = is_async
+        if self._state != "new":
+            raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+        self._check_fits()
+        self.environments.report_lanes_to(self._credits)
+        self._state, self._is_async = "running", is_async
         with self._ending_on_error():
             self.log.begin()
             self._drive = driver(self._ring([self._credits]), self._credits)
@@ -426,13 +429,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return {cause: steps for cause, steps in lost.items() if steps}
 
     # Inside
-
-    def _begin(self) -> None:
-        if self._state != "new":
-            raise RunError(f"the rollout is {self._state}: it runs once, make another one")
-        self._check_fits()
-        self.environments.report_lanes_to(self._credits)
-        self._state = "running"
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:

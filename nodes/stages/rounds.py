@@ -277,15 +277,15 @@ class FragmentRounds(Generic[F]):
             )
         self._completes = complete_episodes
         self.hooks.tell_episodes()
-        if not complete_episodes:
-            yield from self._hand_out()
-            return
-        for fragment in self._hand_out():
-            self.handed_steps -= fragment.num_steps
-            whole = self.collector.add(fragment)
-            if whole is not None:
-                self.handed_steps += whole.num_steps
-                yield whole
+        while waiting := self._waiting:  # another one, once another thread has closed the rollout
+            fragment = waiting.popleft()
+            if not self.lag.admits(fragment):  # it has become too old meanwhile
+                continue
+            item = self.collector.add(fragment) if complete_episodes else fragment
+            if item is not None:
+                self.handed_steps += item.num_steps
+                yield item
+        self.is_gathered = False
 
     def let_go(self) -> None:
         """Let go of fragments that were not handed out, and of the error, once the run is over."""
@@ -294,15 +294,6 @@ class FragmentRounds(Generic[F]):
     def put_back(self, handed: Sequence[Any]) -> None:
         """Count fragments as not handed out, since no batch was made of them."""
         self.handed_steps -= sum(fragment.num_steps for fragment in handed)
-
-    def _hand_out(self) -> Iterator[F]:
-        """The fragments of the round, but for those that have become too old meanwhile."""
-        while waiting := self._waiting:  # another one, once another thread has closed the rollout
-            fragment = waiting.popleft()
-            if self.lag.admits(fragment):
-                self.handed_steps += fragment.num_steps
-                yield fragment
-        self.is_gathered = False
 
 
 class RolloutIterator(Generic[T]):

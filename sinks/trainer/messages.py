@@ -251,12 +251,9 @@ NO_EPISODES = FinishedEpisodes(0, [], [])
 def finished_since(returns: EpisodeReturns | AgentReturns, count: int) -> dict[str, Any]:
     """The episodes that have finished since there were so many, as `FinishedEpisodes` goes over the wire."""
     new = returns.count - count
-    return {"count": new, "returns": _last(returns.returns, new), "lengths": _last(returns.lengths, new)}
-
-
-def _last(kept: Any, count: int) -> list[Any]:
-    most = min(count, MOST_KEPT, len(kept))
-    return list(islice(kept, len(kept) - most, None))
+    kept = min(new, MOST_KEPT, len(returns.returns))
+    last = [list(islice(each, len(each) - kept, None)) for each in (returns.returns, returns.lengths)]
+    return {"count": new, "returns": last[0], "lengths": last[1]}
 
 
 def _is_id(agent: Any) -> bool:

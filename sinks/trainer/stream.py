@@ -3,7 +3,7 @@
 import logging
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -194,8 +194,8 @@ class TrainerStream:
             max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None
         )
         self._join_timeout = awaited.join_timeout
-        self._current: list[ArrivedItem] = []  # of the batch that was handed over last
-        self._left_out: list[ArrivedItem] = []  # in front of or among them: done with together with that batch
+        # Of the batch that was handed over last, and what was left out before it or since then: done with together.
+        self._current: list[ArrivedItem] = []
         self._closing, self._state = ExitStack(), "new"
         self._listener = TrainerListener(self._endpoint, self._staleness)
         self.log = StreamLog(
@@ -384,8 +384,16 @@ class TrainerStream:
         return WaitReminder(self._join_timeout)
 
     def _move_on(self) -> None:
-        self._be_done_with(self._current)
+        """Be done with what was handed over last, or left out, and tell its rollouts."""
+        sources = set()
+        with self._listener.lock:
+            for arrived in self._current:
+                sources.add(arrived.source)
+                arrived.source.move_on(arrived.number)
+                if self._acks:
+                    arrived.source.keep()
         self._current = []
+        self._listener.tell_done(sources)
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
@@ -403,8 +411,8 @@ class TrainerStream:
             del self._taken[: len(arrived)]
             if item is not None:
                 break
-            self._be_done_with([*arrived, *self._left_out])  # agents may wait all the while
-            self._left_out = []
+            self._current += arrived  # agents may wait all the while
+            self._move_on()
         version = self.version
         if self._gives_batches:
             self._staleness.mask(item, arrived, version)
@@ -412,7 +420,7 @@ class TrainerStream:
         self.handed = [BatchItem.of(each, version) for each in arrived]
         trace.begin(UPDATE, arrived)
         self.log.take(self.handed)
-        self._current, self._left_out = [*arrived, *self._left_out], []
+        self._current += arrived
         return item
 
     def _try_take(self, patience: WaitReminder) -> list[ArrivedItem] | None:
@@ -432,17 +440,6 @@ class TrainerStream:
             if admitted := self._admitted():
                 return admitted
         raise error
-
-    def _be_done_with(self, items: Sequence[ArrivedItem]) -> None:
-        """Be done with items, and tell their rollouts."""
-        sources = set()
-        with self._listener.lock:
-            for arrived in items:
-                sources.add(arrived.source)
-                arrived.source.move_on(arrived.number)
-                if self._acks:
-                    arrived.source.keep()
-        self._listener.tell_done(sources)
 
     def _has_looked(self, present: Present, patience: WaitReminder) -> bool:
         """Gather items that have come; False: not as many rollouts have come as are waited for."""
@@ -468,10 +465,9 @@ class TrainerStream:
                 admitted.append(arrived)
                 continue
             del self._taken[len(admitted)]
-            self._left_out.append(arrived)
+            self._current.append(arrived)
         if not admitted:
-            self._be_done_with(self._left_out)
-            self._left_out = []
+            self._move_on()
         return admitted
 
     def _is_enough(self, present: Present, patience: WaitReminder) -> bool:
