@@ -524,8 +524,8 @@ class LaneGates:
         self._gates = tuple(gates)
         self._refused: Gate | None = None  # the last time
         self._pacing = [methods_of("a gate of the rollout", gate, PacingGate) for gate in gates]
-        only = gates[0] if len(gates) == 1 else None
-        self._credits = only if isinstance(only, FragmentCredits) else None  # which slow no step down
+        # Of a loop, which has no other gate: they slow no step down.
+        self._credits = next((gate for gate in gates if isinstance(gate, FragmentCredits)), None)
 
     @property
     def gate(self) -> Gate | None:

@@ -119,8 +119,7 @@ class FragmentLender:
         places = ArrayPlaces(leaves, self._pools, () if is_batch(message) else self._descriptors)
         columns, _ = encode_value(message.columns, "columns", places.put)
         for block in places.roots:
-            if block not in self._descriptors:
-                self._keep_descriptor(block)
+            self._keep_descriptor(block)
         blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in places.roots])
         new, gone = loans.news()
         loans.connection.send(wire.Lent(message.lane, message.number, blocks, columns, message.rest, new, gone))

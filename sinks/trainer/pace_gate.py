@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -57,14 +57,13 @@ class ResendBuffer:
 
     def has_room(self, items: str) -> bool:
         """True if another may be added; logs once that more bytes than `max_bytes` are needed. `items` names them."""
-        with self._lock:
-            nbytes, count = self.nbytes, len(self)
-        is_over = nbytes >= self.max_bytes
-        if is_over and count < self.needs and not self._has_warned:
+        if self.is_full:
+            return False
+        if self.nbytes >= self.max_bytes and not self._has_warned:
             self._has_warned = True
             text = "the trainer needs %d %s at a time, of about %d bytes, more than max_bytes=%d: as many are kept"
-            logger.warning(text, self.needs, items, nbytes * self.needs // max(1, count), self.max_bytes)
-        return not is_over or count < self.needs
+            logger.warning(text, self.needs, items, self.nbytes * self.needs // max(1, len(self)), self.max_bytes)
+        return True
 
     @property
     def last(self) -> int:
@@ -204,6 +203,7 @@ class PaceGate:
 
     last_items  lane -> None while it is there; once it is gone, number of an item behind which it has no fragment.
                 Never changed in place: hellos are made in a thread of their own
+    given       lane -> number of its fragments that came to the sink
     credits    for train batches whose pace is bounded; None: others are sent, or fragments
     order      of the trainer; None: it has not been there yet
     done       number of the last item that the trainer is done with
@@ -220,7 +220,7 @@ class PaceGate:
         self._tells_lanes, self._ring = lanes is not None, ring
         self._come: list[int] = []
         self._gone: dict[int, int] = {}  # lane -> number of its fragments in all
-        self._given: dict[int, int] = {}  # lane -> number of its fragments that came to the sink
+        self.given: Counter[int] = Counter()
         self._buffer, self._name = buffer, name
         self._begun: dict[int, int] = {}  # lane -> sequence of its last fragment that was let through
         self._changed: Callable[[], None] = nobody
@@ -279,13 +279,9 @@ class PaceGate:
             self._gone[lane] = fragments
             self._ring()
 
-    def given(self, lane: int) -> int:
-        """Number of a lane's fragments that came to the sink."""
-        return self._given.get(lane, 0)
-
     def give(self, lane: int, sequence: int) -> None:
         """Note that a lane's fragment has come to the sink."""
-        self._given[lane] = sequence + 1
+        self.given[lane] = sequence + 1
 
     def take_news(self, number: int) -> list[LaneJoined | LaneLeft]:
         """Take the news: lanes that have come, and lanes that are gone, with all fragments in items up to `number`."""
@@ -293,10 +289,10 @@ class PaceGate:
             return []
         news: list[LaneJoined | LaneLeft] = [LaneJoined(lane) for lane in self._come]
         self._come.clear()
-        over = [lane for lane, fragments in self._gone.items() if self.given(lane) >= fragments]
+        over = [lane for lane, fragments in self._gone.items() if self.given[lane] >= fragments]
         for lane in over:
             del self._gone[lane]
-            self._given.pop(lane, None)
+            self.given.pop(lane, None)
         self.last_items = self.last_items | dict.fromkeys(over, number)
         return news + [LaneLeft(lane, number) for lane in over]
 
@@ -324,5 +320,5 @@ class PaceGate:
             return False
         if self.credits is not None:
             return self.credits.admits(self.done, order.ahead)
-        under_way: int = lane.sequence - self.given(lane.index)  # on their way to the sink
+        under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
         return under_way + self._buffer.count(lane.index, self.done) < order.ahead

@@ -81,7 +81,7 @@ def test_a_lane_that_is_slow_makes_no_other_run_ahead(max_lag: int, tmp_path: Pa
                 stream.publish(weights(stream.version + 1.0))
             stream._begin_next()  # the trainer has moved on from the second batch
             await_held(tmp_path, 0)  # in its third fragment, beyond which the other lane may go as far as is allowed
-            await_that(lambda: feed.sink._gate.given(1) == 2 + 1 + max_lag)
+            await_that(lambda: feed.sink._gate.given[1] == 2 + 1 + max_lag)
             let_go(tmp_path, 0)
             for _ in batches:
                 assert max(each.lag or 0 for each in stream.handed) <= max_lag
