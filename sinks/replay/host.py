@@ -58,16 +58,6 @@ class SamplerPeer(Peer[wire.ReplayConnection]):
     lost_at: float | None = None
 
 
-@dataclass(slots=True, eq=False)
-class PendingQuery:
-    """Query of a sampler without an answer, and when it is over, as far as that is known."""
-
-    session: wire.ServerSession
-    query: wire.Query
-    came_at: float
-    due: float = inf
-
-
 class SampleServer:
     """Answers the queries of samplers. One that has proved itself may come back by another connection within its grace.
 
@@ -93,25 +83,23 @@ class SampleServer:
         self.address = address_of(self._sockets[0])
         self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, SamplerPeer, max_strangers=_MOST_STRANGERS)
         self._loop.listen(self._sockets, endpoint.tls)
-        self._queries: list[PendingQuery] = []
 
     async def run(self) -> None:
         """Serve until this is cancelled, then say goodbye."""
         try:
-            while True:
-                now = monotonic()
-                self._loop.serve(self._loop.wait(0), now)
-                self._loop.tick(now)
-                self._forget_lost(now)
-                with anyio.move_on_after(min(_TICK_S, self._answer_queries(now))):
-                    await anyio.wait_readable(self._loop.fileno())
+            async with anyio.create_task_group() as self._waiting:  # samples that the rate holds back
+                while True:
+                    now = monotonic()
+                    self._loop.serve(self._loop.wait(0), now)
+                    self._loop.tick(now)
+                    self._forget_lost(now)
+                    with anyio.move_on_after(_TICK_S):
+                        await anyio.wait_readable(self._loop.fileno())
         finally:
             self.close()
 
     def close(self) -> None:
         """Say goodbye, and close the sockets."""
-        for query in [*self._queries]:
-            self._end(query)
         for peer in self._loop.peers:
             peer.connection.goodbye("the replay host is closing")
             self._loop.drop(peer)
@@ -133,8 +121,9 @@ class SampleServer:
         elif isinstance(event, wire.Goodbye):
             self._loop.drop(peer)
             del self._clients[peer.session.token]
+            self._replay.turns.notify()
         elif isinstance(event, wire.Query):
-            self._queries.append(PendingQuery(peer.session, event, now))
+            self._answer(peer.session, event)
 
     def fail(self, peer: SamplerPeer, error: Exception, now: float) -> None:
         """Refuse a sampler that something has failed for; it may come back."""
@@ -162,6 +151,7 @@ class SampleServer:
         peer.name, peer.session = hello.name, session
         self._clients[hello.session] = peer
         self._loop.drop(older)
+        self._replay.turns.notify()
 
     def _peer_of(self, session: wire.ServerSession) -> SamplerPeer | None:
         """The newest connection of a session; None: it is known no longer."""
@@ -182,26 +172,19 @@ class SampleServer:
         for token, peer in list(self._clients.items()):
             if peer.lost_at is not None and now >= peer.lost_at + self._endpoint.limits.grace_s:
                 del self._clients[token]
+                self._replay.turns.notify()
 
     # Queries
 
-    def _answer_queries(self, now: float) -> float:
-        """Answer the queries that have come, but for samples that the rate holds back; seconds until one is over."""
-        for each in [*self._queries]:
-            try:
-                answer = self._called(each, now)
-            except Exception as error:
-                answer = _refusal(each.query.number, error)
-            if answer is not None:
-                self._end(each)
-                self._answer(each.session, answer)
-        return max(0.0, min((each.due - now for each in self._queries), default=_TICK_S))
-
-    def _end(self, pending: PendingQuery) -> None:
-        self._queries.remove(pending)
-        self._replay.turns.end_wait(pending)
-
-    def _answer(self, session: wire.ServerSession, result: wire.Result) -> None:
+    def _answer(self, session: wire.ServerSession, query: wire.Query, *, is_over: bool = False) -> None:
+        """Answer a query; a sample that is to wait later, unless its time is over."""
+        try:
+            result = self._called(session, query, is_over=is_over)
+        except Exception as error:
+            result = _refusal(query.number, error)
+        if result is None:
+            self._waiting.start_soon(self._answer_later, session, query)
+            return
         if (peer := self._peer_of(session)) is None:
             return
         try:
@@ -216,14 +199,24 @@ class SampleServer:
         else:
             self._loop.write(peer)
 
-    def _called(self, pending: PendingQuery, now: float) -> wire.Result | None:
+    async def _answer_later(self, session: wire.ServerSession, query: wire.Query) -> None:
+        with anyio.move_on_after(query.values["wait_s"]):
+            await self._replay.turns.wait_in_loop("sample", lambda: not self._has_to_wait(session, query))
+        self._answer(session, query, is_over=True)
+
+    def _has_to_wait(self, session: wire.ServerSession, query: wire.Query) -> bool:
+        """True for a sample that the rate holds back, or whose sampler may come back."""
+        peer = self._peer_of(session)
+        return peer is not None and (peer.lost_at is not None or not self._replay.may_sample(query.values.get("count")))
+
+    def _called(self, session: wire.ServerSession, query: wire.Query, *, is_over: bool) -> wire.Result | None:
         """The answer to a query; None: it is to wait."""
-        query, columns, values = pending.query, {}, {}
+        columns, values = {}, {}
         module_id = query.values.get("module_id")
         if module_id is not None and type(module_id) not in (str, int):
             raise ReplayError(f"module_id is {shown(module_id)}, expected text, a whole number, or none")
         if query.name == "sample":
-            if (batch := self._sample(pending, now)) is None:
+            if (batch := self._sample(session, query, is_over=is_over)) is None:
                 return None
             columns = arrays_of(batch)
             for part in columns.values() if self._replay.module_ids else [columns]:
@@ -238,23 +231,19 @@ class SampleServer:
             values = asdict(self._replay.report(module_id))
         return wire.Result(query.number, columns, values, None)
 
-    def _sample(self, pending: PendingQuery, now: float) -> Batch | None:
+    def _sample(self, session: wire.ServerSession, query: wire.Query, *, is_over: bool) -> Batch | None:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none. None: it is to wait."""
-        replay, peer = self._replay, self._peer_of(pending.session)
-        count, wait_s = pending.query.values.get("count"), pending.query.values.get("wait_s", 0.0)
+        replay, peer = self._replay, self._peer_of(session)
+        count, wait_s = query.values.get("count"), query.values.get("wait_s", 0.0)
         if count is not None and not (is_whole(count) and 1 <= count <= replay.capacity):
             raise ReplayError(f"count is {shown(count)}, expected 1 to {replay.capacity}, the host's capacity")
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
             raise ReplayError(f"wait_s is {shown(wait_s)}, expected seconds, 0 or more")
-        if peer is None:
-            raise ReplayError("the sampler is gone")
-        is_away, may_sample = peer.lost_at is not None, replay.may_sample(count)
-        if (is_away or not may_sample) and now < pending.came_at + wait_s:
-            pending.due = pending.came_at + wait_s
-            replay.turns.begin_wait(pending, "sample", self._loop.wakeup.ring)
+        if wait_s and not is_over and self._has_to_wait(session, query):
             return None
-        if is_away:
+        if peer is None or peer.lost_at is not None:
             raise ReplayError("the sampler was away")
+        may_sample = replay.may_sample(count)
         try:
             return replay.sample(count, max_bytes=peer.connection.peer_max_frame - _REST)
         except ReplayError as error:

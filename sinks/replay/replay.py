@@ -73,16 +73,17 @@ class Turns:
         return self._waited[side] + sum(now - since for each, since, _ in self._waiting.values() if each == side)
 
     def notify(self) -> None:
-        """Have those that wait look again; in any thread. The lock is held."""
-        for _, _, wake in self._waiting.values():
-            wake()
-        if self._changed is None:
-            return
-        if self._loop_thread != threading.get_ident():
-            self._bell.ring()
-            return
-        self._changed.set()  # at once: by the bell, the task that inserts could have ended before
-        self._changed = anyio.Event()
+        """Have those that wait look again; in any thread."""
+        with self.lock:
+            for _, _, wake in self._waiting.values():
+                wake()
+            if self._changed is None:
+                return
+            if self._loop_thread != threading.get_ident():
+                self._bell.ring()
+                return
+            self._changed.set()  # at once: by the bell, the task that inserts could have ended before
+            self._changed = anyio.Event()
 
     def enter_loop(self) -> None:
         """Let tasks of this event loop wait, from now on; `relay` is one of them."""
@@ -93,27 +94,20 @@ class Turns:
         while True:
             await anyio.wait_readable(self._bell.fileno())
             self._bell.silence()
-            with self.lock:
-                self.notify()
-
-    def begin_wait(self, who: object, side: Side, wake: Callable[[], object]) -> None:
-        """Have `wake` called at each change, with the lock held, and count the time; again does nothing."""
-        with self.lock:
-            self._waiting.setdefault(who, (side, monotonic(), wake))
-
-    def end_wait(self, who: object) -> None:
-        """End a wait, if it has begun."""
-        with self.lock:
-            if (wait := self._waiting.pop(who, None)) is not None:
-                self._waited[wait[0]] += monotonic() - wait[1]
+            self.notify()
 
     @contextmanager
     def _counted(self, side: Side, wake: Callable[[], object]) -> Iterator[None]:
-        self.begin_wait(who := object(), side, wake)
+        """Count the block as a wait of a side, and have `wake` called at each change, with the lock held."""
+        who, since = object(), monotonic()
+        with self.lock:
+            self._waiting[who] = side, since, wake
         try:
             yield
         finally:
-            self.end_wait(who)
+            with self.lock:
+                del self._waiting[who]
+                self._waited[side] += monotonic() - since
 
     def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None, report: Callable[[], object]) -> T:
         """Wait, with the lock held, until a side may go on: what `admits` returned last.
@@ -345,8 +339,7 @@ class Replay:
             async for fragment in fragments:
                 await self.insert_in_loop(fragment)
             is_over = True
-            with self._lock:
-                self.turns.notify()
+            self.turns.notify()
 
         async def send_all() -> None:
             while True:

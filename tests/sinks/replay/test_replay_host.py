@@ -292,9 +292,9 @@ def test_a_client_whose_host_stands_still_says_so_in_the_log(
 ) -> None:
     called = SampleServer._called
 
-    def stand_still(self: SampleServer, query: Any, now: float) -> Any:
+    def stand_still(self: SampleServer, *args: Any, **options: Any) -> Any:
         await_that(lambda: "has not answered yet" in caplog.text)
-        return called(self, query, now)
+        return called(self, *args, **options)
 
     monkeypatch.setattr(SampleServer, "_called", stand_still)
     replay = Replay(64, sampler=Prioritized())
