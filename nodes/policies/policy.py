@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import check_flags, seeds_of
+from rollflow.nodes.argument_checks import check_flags, checking_keywords, seeds_of
 from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.learner.train_columns import device_of
@@ -507,6 +507,7 @@ class Policy:
         """
         return self._weights.publish(weights)
 
+    @checking_keywords("evaluate", {"num_episodes": "episodes=…"})
     def evaluate(
         self, env: "EnvMaker", episodes: int = 100, *, num_envs: int = 8, seed: int = 0, explore: bool | None = None
     ) -> "Evaluation":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers, checking_keywords
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
@@ -194,6 +194,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         """
         save_all(self._policies.to_save(Path(path), agent, module_id, explore=explore), **options)
 
+    @checking_keywords("evaluate", {"num_episodes": "episodes=…"})
     def evaluate(
         self, env: Callable[[], Any] | None = None, episodes: int = 100, *, seed: int = 0
     ) -> dict[Any, Evaluation]:

@@ -278,8 +278,12 @@ class WorkerNode(LanesElsewhere):
             ).see("pickle")
         itself: Any = weakref.proxy(self)  # which holds the links
         self.remotes += [self.link_of(lane, maker, itself) for lane, maker in enumerate(makers)]
-        left = iter(self.remotes)
-        for size in sizes_of(len(makers), min(self._asked_workers or core_count(), len(makers))):
+        left, asked, most = iter(self.remotes), self._asked_workers or core_count(), len(makers)
+        if self._asked_workers and asked > most:
+            logger.warning(
+                "workers=%d, but of %d lanes each is in one worker: lanes=%d would use all", asked, most, asked
+            )
+        for size in sizes_of(most, min(asked, most)):
             self._workers.append(worker := Worker(list(islice(left, size))))
             for link in worker.links:
                 link.worker = worker

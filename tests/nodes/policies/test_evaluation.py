@@ -79,6 +79,14 @@ def test_environments_with_other_spaces_are_refused() -> None:
             counted_policy().evaluate(Counted, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("whose", [counted_policy, lambda: Rollout("CartPole-v1")], ids=["policy", "rollout"])
+def test_the_keyword_of_the_number_of_episodes_is_told(whose: Any) -> None:
+    with pytest.raises(TypeError, match="env is 5, expected what makes environments: the number is episodes=5"):
+        whose().evaluate(5)
+    with pytest.raises(TypeError, match="evaluate has no keyword 'num_episodes', expected episodes=…"):
+        whose().evaluate("CartPole-v1", num_episodes=5)
+
+
 def test_a_policy_of_a_rollout_has_the_weights_published_last(tmp_path: Path) -> None:
     with Rollout("CartPole-v1", fragment_length=8, num_fragments=3, seed=1) as rollout:
         for _ in rollout.fragments():

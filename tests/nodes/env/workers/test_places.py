@@ -60,6 +60,11 @@ def test_bad_numbers_are_refused() -> None:
         Rollout("CartPole-v1", where="processes", workers=0)
 
 
+def test_more_workers_than_lanes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with Rollout("CartPole-v1", num_envs=2, lanes=1, where="processes", workers=2):
+        assert "workers=2, but of 1 lanes each is in one worker: lanes=2 would use all" in caplog.text
+
+
 def test_vector_environments_that_are_there_already_are_refused() -> None:
     with pytest.raises(EnvError, match="worker processes make the environments themselves"):
         Rollout(gym.make_vec("CartPole-v1", num_envs=2), where="processes")
