@@ -7,6 +7,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -69,15 +70,13 @@ class Meters:
             meter.remove(*labels)
 
 
+@dataclass(slots=True)
 class _Record:
     """A session's last request: when it was, its number, and its answer."""
 
-    __slots__ = ("answer", "number", "used")
-
-    def __init__(self) -> None:
-        self.used = monotonic()
-        self.number: int | None = None
-        self.answer: Acted | None = None
+    used: float
+    number: int | None = None
+    answer: Acted | None = None
 
 
 class SessionBook:
@@ -151,10 +150,11 @@ class SessionBook:
 
     def enter(self, batch: Sequence[ActRequest]) -> list[Hashable]:
         """The policy's own sessions for the requests of a batch, reset where an episode begins."""
+        now = monotonic()
         with self._lock:
             for request in batch:
                 if request.session is not None:
-                    self._records.setdefault(request.session, _Record()).used = monotonic()
+                    self._records.setdefault(request.session, _Record(now)).used = now
                     self._records.move_to_end(request.session)
             while len(self._records) > max(self._max_sessions, len(batch)):
                 self._drop(next(iter(self._records)))

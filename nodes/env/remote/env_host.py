@@ -26,14 +26,6 @@ from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Observed
 from rollflow.stream.wire import AgentRows, Answer, Reset, Rows, Step
 
-_WORDS = {
-    "observation_space": "observation space",
-    "action_space": "action space",
-    "autoreset": "autoreset mode",
-    "agents": "list of agents",
-    "parts": "list of the agents' parts",
-}
-
 
 def check_alike(lanes: Sequence[Any]) -> None:
     """Raise EnvError where lanes differ in what one description is for."""
@@ -42,7 +34,7 @@ def check_alike(lanes: Sequence[Any]) -> None:
         for name, mine in lane.describe().items():
             if mine != first[name]:
                 text, other = (space_of(each) if name.endswith("space") else each for each in (mine, first[name]))
-                raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
+                raise EnvError(f"lane {place}: its {name} is {text}, expected that of lane 0, {other}")
 
 
 class HostLane:

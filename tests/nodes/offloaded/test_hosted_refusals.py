@@ -309,7 +309,7 @@ def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(kind: Any, options: di
 
 
 def test_a_host_whose_lanes_differ_is_refused_before_it_dials() -> None:
-    with pytest.raises(EnvError, match=r"lane 1: its observation space is .*, expected that of lane 0"):
+    with pytest.raises(EnvError, match=r"lane 1: its observation_space is .*, expected that of lane 0"):
         RolloutHost([makers(0)[0], makers(1, nested=True)[0]], lanes=2, module=NumberedModule())
 
 

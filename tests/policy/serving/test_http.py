@@ -1,6 +1,7 @@
 """Policies over HTTP and WebSocket, by a real server: answers, refusals, and what clients can do wrong."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from gymnasium import spaces
 from served_policies import Echo, Held, Sums, policy_of, served
 from websockets.sync.client import connect
 
 from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
-from rollflow.policy.serving.request import CONTENT_TYPE, pack, unpack
+from rollflow.policy.serving.request import CONTENT_TYPE, RequestError, item_from, pack, unpack
 from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream import WireError
 
@@ -101,6 +103,23 @@ def test_bodies_that_are_no_requests_are_refused(
 ) -> None:
     response = httpx.post(f"{server.url}/v1/policies/echo/act", content=body, headers={"content-type": kind})
     assert (response.status_code, response.json()["error"][: len(text)]) == (status, text)
+
+
+@pytest.mark.parametrize(
+    ("space", "good", "bad"),
+    [
+        (spaces.Discrete(3, start=-1), -1, 2),
+        (spaces.MultiDiscrete([2, 3]), [1, 2], [1, 3]),
+        (spaces.MultiBinary(2), [0, 1], [0, 2]),
+    ],
+)
+def test_what_lies_outside_of_a_discrete_space_is_named_with_its_place(space: Any, good: Any, bad: Any) -> None:
+    assert item_from(space, good, "observation").tolist() == good
+    assert item_from(space, [good, good], "observations", (2,)).tolist() == [good, good]
+    with pytest.raises(RequestError, match=f"^observation is {re.escape(str(bad))}, expected an item of"):
+        item_from(space, bad, "observation")
+    with pytest.raises(RequestError, match=f"^observations of observation 1 is {re.escape(str(bad))}, expected"):
+        item_from(space, [good, bad], "observations", (2,))
 
 
 def test_policies_describe_themselves(server: HttpServer) -> None:
