@@ -1,7 +1,6 @@
 """Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,7 +18,7 @@ from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import lookback_for
 from rollflow.nodes.stages.module_set import AgentLearner, AgentsActing
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, warn_caller
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -122,7 +121,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))
         super().__init__(env, options, rollout=MultiAgentRollout, kind=SEVERAL_AGENTS)
         if unserved := self._acting.serving_none():
-            warnings.warn(unserved, RuntimeWarning, stacklevel=2)
+            warn_caller(unserved, RuntimeWarning)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.

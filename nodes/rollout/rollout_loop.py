@@ -1,7 +1,6 @@
 """A rollout as its users have it: a plain loop, an async one, or a node of a graph."""
 
 import abc
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
 from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates, RolloutIterator
 from rollflow.stream.data.closing import closing_on_error, holding_interrupts, noting_in
-from rollflow.stream.data.errors import GraphError, RunError, shown
+from rollflow.stream.data.errors import GraphError, RunError, shown, warn_caller
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.graph import Graph
@@ -551,7 +550,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         notes = self.environments.report_notes[self._notes_told :]
         self._notes_told += len(notes)
         for note in notes:
-            warnings.warn(f"{note}; the others go on without it", RuntimeWarning, stacklevel=2)
+            warn_caller(f"{note}; the others go on without it", RuntimeWarning)
 
     def _batches(self, complete_episodes: bool) -> Iterator[Batch]:
         """The batch of a round; none where all its fragments are too old, or have nothing to learn from."""

@@ -1,6 +1,5 @@
 """The stage before the forward pass: connector pieces, and the cutting of fragments."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -11,7 +10,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ConnectorError, EnvError
+from rollflow.stream.data.errors import ConnectorError, EnvError, warn_caller
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
@@ -243,9 +242,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         self._is_compared = True
         acted, learnt = self.observation_shapes, shapes_of(batch, 2 if Columns.SEQ_LENS in batch else 1)
         if acted != learnt:
-            warnings.warn(
+            warn_caller(
                 f"the module is given observations {acted} while acting, but the train batch has {learnt}: a piece "
                 "that makes only the batch's observations, such as FrameStacking, has to stand in both pipelines "
-                "(before the learner with as_learner_connector=True)",
-                stacklevel=5,
+                "(before the learner with as_learner_connector=True)"
             )

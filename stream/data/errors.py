@@ -5,6 +5,8 @@ running*. The first is raised before anything runs, where possible. Each class i
 caller would expect.
 """
 
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -71,6 +73,14 @@ class RollflowError(Exception):
         """Add a note before the one that names a page."""
         super().add_note(note)
         self.__notes__.sort(key=lambda each: each.startswith(SEE))
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the line of the innermost caller outside of rollflow."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("rollflow."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def more_than_one(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:

@@ -10,7 +10,6 @@ An index i >= 0 is position L + i. An index i < 0 counts from the end, and may r
 """
 
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import optree
 from numpy.typing import NDArray
 
 from rollflow.stream.data.column import are_whole
-from rollflow.stream.data.errors import ColumnError, EpisodeError, EpisodeIndexError, shown
+from rollflow.stream.data.errors import ColumnError, EpisodeError, EpisodeIndexError, shown, warn_caller
 from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.space import item_of, one_hot_items
 from rollflow.stream.data.tree import (
@@ -237,10 +236,9 @@ class LookbackBuffer:
     def _warn_of_cut(self, position: int) -> None:
         """Warn if `fill` stands for an item that existed but is no longer kept."""
         if position < 0 < self.cut_away:
-            warnings.warn(
+            warn_caller(
                 f"'{self.name}': fill stands for steps that the episode had, but that are no longer kept: a piece that "
-                "looks back says how far by its attribute 'lookback', or Rollout(lookback=...) does",
-                stacklevel=4,
+                "looks back says how far by its attribute 'lookback', or Rollout(lookback=...) does"
             )
 
     # Index rules

@@ -1,7 +1,6 @@
 """Pipelines of connector pieces, which are pieces themselves."""
 
 import abc
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes,
 from rollflow.nodes.connectors.list_form import settle_observations
 from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.state_watch import checked_state
-from rollflow.stream.data.errors import ConnectorError, StateError, page_on, shown
+from rollflow.stream.data.errors import ConnectorError, StateError, page_on, shown, warn_caller
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -337,7 +336,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a piece out. Warns, and does nothing, when there is no such piece."""
         if self._found(name_or_class) is None:
-            warnings.warn(f"nothing removed: {self._missing(name_or_class)}", stacklevel=2)
+            warn_caller(f"nothing removed: {self._missing(name_or_class)}")
         else:
             self._edit(self._without(name_or_class))
 
