@@ -88,7 +88,6 @@ class LaneVectorEnv:
         self._is_one_by_one = isinstance(env, SideBySide)  # and not by its own `step` and `reset`
         space = env.single_observation_space
         self._check = LaneCheck(space, deviations, where, is_by_items=self._is_one_by_one)
-        self._steps_made = 0
         self.tell_resets(nothing)
 
     def tell_resets(self, turn: Turn) -> bool:
@@ -96,6 +95,7 @@ class LaneVectorEnv:
 
         False: its own `step` resets it, so that a reset can't be told from a step.
         """
+        self._turn, self._steps_made = turn, 0
         if self._is_one_by_one:
             self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), self._mode, turn, self._check.item)
         else:
@@ -104,6 +104,7 @@ class LaneVectorEnv:
 
     def reset(self, seeds: Sequence[int] | None, options: Any = None) -> tuple[Tree, Mapping[str, Any]]:
         """Reset every slot with a seed of its own; see `reset_with`."""
+        self.tell_resets(self._turn)  # by steps that know of no end of an episode before it
         if self._is_one_by_one:
             observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.item)
         else:

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import LaneVectorEnv, Turn, nothing
+from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.stages.acting import Acting
@@ -53,22 +53,6 @@ class LanePlan:
         return int(self.environments["seed"])
 
 
-@dataclass(frozen=True, slots=True)
-class LaneSite:
-    """The place of a lane's rollout.
-
-    env           its environments, which whoever made them closes
-    is_shared     whether other processes may look at the lane's columns
-    turn          called when a reset within a step begins, and when it has ended: see `LaneVectorEnv`
-    deviations    of observations from their space
-    """
-
-    env: Any
-    is_shared: bool = False
-    turn: Turn = nothing
-    deviations: Deviations = field(default_factory=lambda: Deviations(is_logged=False))
-
-
 def loaded_versions(acting: AnyActing) -> dict[Any, int]:
     """Have copies that act take over their newest weights: module id -> policy version that each then has."""
     return {module_id: weights.load_into(module) for module_id, (module, weights) in acting.by_id.items()}
@@ -77,29 +61,17 @@ def loaded_versions(acting: AnyActing) -> dict[Any, int]:
 class _OneLane(Environments):
     """The environments of one lane, made already."""
 
-    def __init__(self, site: LaneSite, **options: Any) -> None:
-        self._site = site
-        super().__init__(site.env, **options)
-        self.is_shared = site.is_shared
-
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        self.deviations = self._site.deviations  # logged by whoever gets the fragments
-        where = f"lane {self._first_lane}, "
-        here = LaneVectorEnv(env, deviations=self.deviations, where=where)
-        here.tell_resets(self._site.turn)
-        self._here = [here]
-        return [env]
+        self._here = [env]
+        return [env.env]
 
 
 class _SeveralLane(AgentEnvironments):
     """The environments of one lane, with several agents each, made already."""
 
-    def __init__(self, site: LaneSite, **options: Any) -> None:
-        super().__init__(site.env, **options)
-
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         self._here = [env]
-        return self._here
+        return [env]
 
 
 class Drained(BaseException):
@@ -109,9 +81,11 @@ class Drained(BaseException):
 class LaneRollout:
     """Environments, connectors and modules of one lane, which gives a fragment for every turn.
 
-    site        environments, and what else the place has to say
+    env         a `LaneVectorEnv` or `LaneEnvs`, which whoever made it closes
     plan        what this is to be
     acting      copies of modules and pipelines, for this lane alone
+    deviations  of what the environments give, for whoever gets the fragments
+    is_shared   whether other processes may look at the lane's columns
     between     called before every forward pass; it may `put` weights, or raise
     began       called when the first reset and the first forward pass are done
     mark        where is noted what is under way; None: nobody looks at it
@@ -121,24 +95,30 @@ class LaneRollout:
 
     def __init__(
         self,
-        site: LaneSite,
+        env: Any,
         plan: LanePlan,
         acting: AnyActing,
         *,
+        deviations: Deviations,
+        is_shared: bool = False,
         between: Callable[[], None],
         began: Callable[[], None] = nothing,
         mark: CallMark | None = None,
     ) -> None:
-        self._site, self._acting = site, acting
+        self._acting, self._deviations = acting, deviations
         self._metrics = MetricsLogger()
         self._turns = _Turns(between)
         for module_id, (_, weights) in acting.by_id.items():
             weights.go_on_from(plan.versions[module_id])
-        environments: Any = (_OneLane if isinstance(acting, Acting) else _SeveralLane)(site, **plan.environments)
+        has_one = isinstance(acting, Acting)
+        environments: Any = (_OneLane if has_one else _SeveralLane)(env, **plan.environments)
+        if is_shared:
+            environments.share()
         environments.begin_at(plan.first_step)
         acting.set_spaces(environments)
         acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
         [self.lane] = environments.lanes
+        self._where = f"lane {self.lane.index}, " if has_one else ""
         prepare, forward, act = acting.stages(environments, plan.how, self._metrics)
         first: Any = _FirstNoted(forward, self._turns.end_first, began)
         self._run = InlineRun(ring_of(environments, prepare, first, act, self._turns), mark=mark)
@@ -199,8 +179,8 @@ class LaneRollout:
         if self._metrics.keys():
             report["metrics"] = self._metrics.get_state()
             self._metrics.reset()
-        if self._site.deviations.unsent:
-            report["deviations"] = [list(each) for each in self._site.deviations.take()]
+        if self._deviations.unsent:
+            report["deviations"] = [[kind, self._where + text] for kind, text in self._deviations.take()]
         return report
 
     def _nodes(self) -> list[list[Any]]:

@@ -20,7 +20,7 @@ from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
-from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, LaneSite, is_of_environment
+from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, metrics_of
 from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.module_set import AgentToModule, agents_acting_for
@@ -248,8 +248,8 @@ class RolloutLane:
         plan = LanePlan(
             environments, session.sequence, first_step, settings.lookback, how, dict.fromkeys(acting.by_id, -1)
         )
-        site = LaneSite(self.env, deviations=self._deviations)
-        rollout = LaneRollout(site, plan, acting, between=partial(self._between, session))
+        between = partial(self._between, session)
+        rollout = LaneRollout(self.env, plan, acting, deviations=self._deviations, between=between)
         with told.changed:
             self._check(session)
             rollout.put(told.published)
@@ -273,8 +273,7 @@ class RolloutLane:
         return sent_description_of(self.env)
 
     def _make(self) -> None:
-        maker = self._maker
-        self.env: Any = maker.make() if isinstance(maker, LaneMaker) else maker.lane_env(self._deviations)
+        self.env: Any = self._maker.lane_env(self._deviations)
 
 
 def _described(error: Exception) -> str:
@@ -434,7 +433,8 @@ class RolloutHost(Host):
             options |= {"explore": settings.explore, "may_be_stateful": settings.lookback > 0, "how": how}
             acting = agents_acting_for(env.parts, env, module=given, **options, **self._of_agents)
         else:
-            spaces = env.single_observation_space, env.single_action_space
-            acting = acting_for(env, spaces, module=given[DEFAULT_MODULE_ID], **options)
+            vector = env.env
+            spaces = vector.single_observation_space, vector.single_action_space
+            acting = acting_for(vector, spaces, module=given[DEFAULT_MODULE_ID], **options)
         settings.check(acting, self.name)
         return acting, {"explore": settings.explore, **how}

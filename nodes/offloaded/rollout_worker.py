@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.stepping import LaneVectorEnv
 from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_server import LaneServer, failure
 from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.policy_weights import unpack_weights
-from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, LaneSite, is_of_environment
+from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
 from rollflow.nodes.offloaded.rollout_processes import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
@@ -78,12 +77,12 @@ class RolloutServer(LaneServer):
 
     def _set_up(self, acting: AnyActing, plan: LanePlan) -> bytes:
         assert self._env is not None
-        env = self._env.env if isinstance(self._env, LaneVectorEnv) else self._env
-        site = LaneSite(env, is_shared=True, turn=self._phase.turn, deviations=self._deviations)
         self._rollout = LaneRollout(
-            site,
+            self._env,
             plan,
             acting,
+            deviations=self._deviations,
+            is_shared=not self._has_several,
             between=self._between,
             began=lambda: self._send(frame(FrameKind.BEGUN)),
             mark=self._progress[MARK].data,

@@ -63,7 +63,7 @@ class HostLane:
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello. Raises EnvError where agents' ids can't be sent."""
-        return sent_description_of(self.env if self._has_several else self.env.env)
+        return sent_description_of(self.env)
 
     def answer(self, request: Reset | Step) -> Rows | AgentRows:
         """Step or reset; the rows. Raises what the environments raise."""
@@ -153,7 +153,7 @@ def _cast(like: NDArray[Any], values: Any) -> Any:
 
 
 def sent_description_of(env: Any) -> dict[str, Any]:
-    """Fields of a Hello about a vector environment, or `LaneEnvs`. Raises EnvError where agents' ids can't be sent."""
+    """Fields of a Hello about the environments of a lane. Raises EnvError where agents' ids can't be sent."""
     fields = description_of(env)
     return fields | {"agents": tuple(map(_sent, fields["agents"]))} if "agents" in fields else fields
 

@@ -111,10 +111,9 @@ class LaneServer:
 
     def _description(self) -> bytes:
         """The payload that describes the environments. Raises EnvError for agents that have no packed form."""
-        if self._has_several:
-            fields = description_of(self._env)
-        else:
-            fields = description_of(self._env.env) | {"takes_one_seed": takes_one_seed(self._env.env)}
+        fields = description_of(self._env)
+        if not self._has_several:
+            fields["takes_one_seed"] = takes_one_seed(self._env.env)
         try:
             return pack(fields | {"num_envs": self._env.num_envs}, "the environments")
         except ColumnError as error:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.env.lane_envs import LaneEnvs
-from rollflow.nodes.env.stepping import autoreset_mode
+from rollflow.nodes.env.stepping import LaneVectorEnv, autoreset_mode
 from rollflow.stream.data.space import describe_space, space_of
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
@@ -65,11 +65,11 @@ def stand_in_for(description: Mapping[str, Any]) -> Any:
     return RemoteVectorEnv(description) if description.get("agents") is None else RemoteAgentEnvs(description)
 
 
-def description_of(env: VectorEnv[Any, Any, Any] | LaneEnvs) -> dict[str, Any]:
-    """Fields of a Hello about a vector environment, or environments with several agents."""
-    if isinstance(env, VectorEnv):
-        spaces = describe_space(env.single_observation_space), describe_space(env.single_action_space)
-        return {"observation_space": spaces[0], "action_space": spaces[1], "autoreset": autoreset_mode(env).name}
+def description_of(env: LaneVectorEnv | LaneEnvs) -> dict[str, Any]:
+    """Fields of a Hello about the environments of a lane."""
+    if isinstance(env, LaneVectorEnv):
+        spaces = describe_space(env.env.single_observation_space), describe_space(env.env.single_action_space)
+        return {"observation_space": spaces[0], "action_space": spaces[1], "autoreset": autoreset_mode(env.env).name}
     part_of = {agent: place for place, part in enumerate(env.parts) for agent in part.agents}
     return {
         "observation_space": _tuple_of([part.observation_space for part in env.parts]),

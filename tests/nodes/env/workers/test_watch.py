@@ -136,6 +136,17 @@ def test_a_reset_within_a_step_is_told_of_and_its_end_as_well(is_ours: bool) -> 
     assert phase.doing is Activity.STEP
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_the_first_step_after_a_reset_is_one_though_an_episode_had_ended(mode: AutoresetMode) -> None:
+    envs = SideBySide([lambda: NumberedEnv(0, lengths=(2, 2))], autoreset_mode=mode)
+    lane_env = LaneVectorEnv(envs, deviations=Deviations())
+    for steps in (2, 1):
+        lane_env.reset([0])
+        for _ in range(steps):
+            observations, *_ = lane_env.step(np.zeros(1, np.int64))
+    assert observations[0, 2] == 1
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
 def test_vectorized_environments_reset_where_nobody_can_tell(mode: AutoresetMode) -> None:
     for envs in SyncVectorEnv([lambda: NumberedEnv(0)], autoreset_mode=mode), gym.make_vec("CartPole-v1", num_envs=2):
