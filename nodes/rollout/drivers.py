@@ -320,28 +320,25 @@ class RolloutDoctor(Doctor):
         super().__init__(drive.run.counters, *of_every_doctor)
         self._drive, self._signs = drive, WeakMethod(signs)
         self.reader_times = CallTimes()
-        self._works_since = 0  # time in ns when it got the last of them; 0: it has none
-        self._learnt = 0  # busy time of the learner then
         self._reader = get_ident()  # its thread
-        self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
+        # When it got its round, busy time of the learner then, and what a trace tells of; None: it asks for the next.
+        self._held: tuple[int, int, list[FragmentName]] | None = None
 
     def stop(self) -> None:
-        self._trace_update()
+        self._end_update()
         super().stop()
 
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
-        if self._works_since:
-            self.reader_times.add(clock() - self._works_since - (self._learner.busy_ns - self._learnt))
-        self._reader, self._works_since = get_ident(), 0
-        self._trace_update()
+        if (held := self._held) is not None:
+            self.reader_times.add(clock() - held[0] - (self._learner.busy_ns - held[1]))
+        self._reader = get_ident()
+        self._end_update()
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
-        self._works_since, self._learnt = clock(), self._learner.busy_ns
-        if self._tracing.fragments is not None:
-            names = [(fragment.lane, fragment.sequence) for fragment in fragments]
-            self._held = self._works_since, self._learnt, names
+        told = () if self._tracing.fragments is None else fragments
+        self._held = clock(), self._learner.busy_ns, [(fragment.lane, fragment.sequence) for fragment in told]
 
     def look(self) -> Look | None:
         """The look of the driver, with the learner pipeline before the reader; None: it does not run."""
@@ -351,8 +348,8 @@ class RolloutDoctor(Doctor):
         waits, exits, since = dict(look.waits), look.exits, self._learner.works_since
         stack = partial(stack_of_thread, self._reader)
         if since is None:
-            got, reader = self._works_since, waits[CALLER]
-            age_s = (clock() - got) / 1e9 if got and reader.kind == "works" else 0.0
+            held, reader = self._held, waits[CALLER]
+            age_s = (clock() - held[0]) / 1e9 if held is not None and reader.kind == "works" else 0.0
             waits[CALLER] = replace(reader, age_s=age_s, stack=stack)
         else:
             learner = Wait(
@@ -378,9 +375,9 @@ class RolloutDoctor(Doctor):
     def end_stalled(self, error: StallError) -> None:
         self._drive.end_stalled(error)
 
-    def _trace_update(self) -> None:
+    def _end_update(self) -> None:
         """Record what the reader did with its last round, once the learner pipeline had made a batch of it."""
         held, self._held, trace = self._held, None, self._tracing.fragments
-        if held is not None and trace is not None:
-            given, learner_ns, fragments = held
-            trace.update(fragments, given + self._learner.busy_ns - learner_ns, clock())
+        if held is not None and held[2] and trace is not None:
+            given, learnt, fragments = held
+            trace.update(fragments, given + self._learner.busy_ns - learnt, clock())

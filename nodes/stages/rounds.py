@@ -1,7 +1,7 @@
 """Rounds of a loop: how old fragments may be, how far the ring runs ahead of the reader, and what is handed out."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
@@ -149,7 +149,6 @@ class FragmentRounds(Generic[F]):
         hooks           functions that are called with what comes
         handed_steps    transitions handed out
         error           that ended the ring; None: none did
-        is_gathered     True if the round has all the fragments that it gets, and not all of them are handed out
 
     A reader that leaves its loop in the middle of a round finds the rest of it in its next loop. A round is given back
     to the ring, which may then go on, when the next one is asked for.
@@ -161,43 +160,40 @@ class FragmentRounds(Generic[F]):
         self.collector = collector
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
-        self.is_gathered = False
         self.error: Exception | None = None
         self.lag, self._returns, self._credits = lag, returns, credits
         self._given: dict[int, int] = {}  # lane -> fragments that have come
-        self._early: list[F] = []  # of later rounds
-        self._waiting: deque[F] = deque()
+        self._come: list[F] = []  # that are in no round yet
+        self._round: deque[F] = deque()  # fragments of it that have not been handed out
         self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
+        self._has_ended = False  # no more come
         self._completes: bool | None = None  # whether whole episodes are handed out; None: nothing has been
 
     @property
     def is_empty(self) -> bool:
         """True if all of the round has been handed out."""
-        return not self._waiting
+        return not self._round
 
     @property
     def ready(self) -> list[Any]:
         """Fragments of the round that have not been handed out."""
-        return list(self._waiting)
+        return list(self._round)
 
     @property
     def is_full(self) -> bool:
-        """True if the round has all its fragments."""
-        credits, taken = self._credits, frozenset(self._taken)
+        """True if all fragments of the next round have come."""
+        credits, taken = self._credits, frozenset(fragment.lane for fragment in self._come)
         if self.lag.is_pacing:
             over = {lane for lane, total in credits.totals.copy().items() if self._given.get(lane, 0) >= total}
             return bool(taken) and credits.lanes - over <= taken
         # After the last lane has left, others are waited for.
-        return len(self._waiting) >= max(1, len(credits.lanes - (credits.absent.keys() - taken)))
+        return len(self._come) >= max(1, len(credits.lanes - (credits.absent.keys() - taken)))
 
     def give_back(self, release: Callable[[Sequence[int]], None]) -> None:
         """Let the ring go on: the reader is done with the round before."""
         taken, self._taken = self._taken, []
         if taken:
             release(taken)
-        early, self._early = self._early, []
-        for fragment in early:
-            self._add(fragment)
 
     def note(self, fragment: F) -> None:
         """Count a fragment, also one that goes elsewhere."""
@@ -206,7 +202,7 @@ class FragmentRounds(Generic[F]):
 
     def take(self, fragment: F | NoFragment | None, release: Callable[[Sequence[int]], None]) -> None:
         """Take a fragment of the ring, None if no more come; one that is empty, or too old, is given back at once."""
-        self.is_gathered = fragment is None
+        self._has_ended = fragment is None
         if fragment is None or isinstance(fragment, NoFragment):
             return
         self.note(fragment)
@@ -214,14 +210,7 @@ class FragmentRounds(Generic[F]):
         if fragment.is_empty or not self.lag.admits(fragment):
             release([fragment.lane])
         else:
-            self._add(fragment)
-
-    def _add(self, fragment: F) -> None:
-        if self.lag.is_pacing and fragment.lane in self._taken:
-            self._early.append(fragment)
-        else:
-            self._waiting.append(fragment)
-            self._taken.append(fragment.lane)
+            self._come.append(fragment)
 
     def missing(self, release: Callable[[Sequence[int]], None]) -> Iterator[None]:
         """Ask for the fragments of a round, one at each step of the iterator; none while some are to be handed out.
@@ -230,17 +219,19 @@ class FragmentRounds(Generic[F]):
 
         Raises RunError once a fragment could not be had.
         """
-        if self.is_gathered and not self.is_empty:
+        if not self.is_empty:
             return
         if self.error is not None:
             failure = f"{type(self.error).__name__}: {self.error}"
             raise RunError(f"the rollout can't go on: it has failed with {failure}; expected another one to be made")
-        if self.is_empty:
-            self.give_back(release)
-        self.is_gathered = False
-        while not (self.is_full or self.is_gathered):
+        self.give_back(release)
+        self._has_ended = False
+        while not (self.is_full or self._has_ended):
             yield
-        self.is_gathered = True
+        come, later = (
+            one_of_each(self._come, lambda fragment: fragment.lane) if self.lag.is_pacing else (self._come, [])
+        )
+        self._come, self._round, self._taken = later, deque(come), [fragment.lane for fragment in come]
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -277,7 +268,7 @@ class FragmentRounds(Generic[F]):
             )
         self._completes = complete_episodes
         self.hooks.tell_episodes()
-        while waiting := self._waiting:  # another one, once another thread has closed the rollout
+        while waiting := self._round:  # another one, once another thread has closed the rollout
             fragment = waiting.popleft()
             if not self.lag.admits(fragment):  # it has become too old meanwhile
                 continue
@@ -285,15 +276,21 @@ class FragmentRounds(Generic[F]):
             if item is not None:
                 self.handed_steps += item.num_steps
                 yield item
-        self.is_gathered = False
 
     def let_go(self) -> None:
         """Let go of fragments that were not handed out, and of the error, once the run is over."""
-        self._waiting, self._early, self.error = deque(), [], None
+        self._come, self._round, self.error = [], deque(), None
 
     def put_back(self, handed: Sequence[Any]) -> None:
         """Count fragments as not handed out, since no batch was made of them."""
         self.handed_steps -= sum(fragment.num_steps for fragment in handed)
+
+
+def one_of_each(items: Iterable[T], key: Callable[[T], Any]) -> tuple[list[T], list[T]]:
+    """The first item of each key, such as a lane, in the order in which they came, and the items behind them."""
+    first: dict[Any, T] = {}
+    later = [item for item in items if first.setdefault(key(item), item) is not item]
+    return list(first.values()), later
 
 
 class RolloutIterator(Generic[T]):

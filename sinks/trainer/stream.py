@@ -15,6 +15,7 @@ from rollflow.nodes.argument_checks import check_numbers, checking_constructor, 
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
+from rollflow.nodes.stages.rounds import one_of_each
 from rollflow.sinks.trainer.item_maker import Batches, ItemMaker, StreamReturns, Yields, check_module, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
@@ -102,13 +103,12 @@ class ItemRounds:
         return self.waiting[:size], self.waiting[size:]
 
     def _take_by_lane(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
-        first: dict[tuple[bytes, int], ArrivedItem] = {}
-        later = [
-            each for each in self.waiting if first.setdefault((each.source.session.token, each.lane), each) is not each
-        ]
-        awaited = {(source.session.token, lane) for source in present() for lane in source.awaited - source.gone}
-        self._has_begun = not awaited <= first.keys()
-        return ([], self.waiting) if self._has_begun else ([*first.values()], later)
+        first, later = one_of_each(self.waiting, lambda each: (each.source, each.lane))
+        given = {(each.source, each.lane) for each in first}
+        self._has_begun = any(
+            (source, lane) not in given for source in present() for lane in source.awaited - source.gone
+        )
+        return ([], self.waiting) if self._has_begun else (first, later)
 
     def _size(self, present: Present) -> int:
         """Number of items in a round."""
