@@ -90,10 +90,10 @@ def secret_of(args: argparse.Namespace, prefix: str = "") -> str | None:
     return secret
 
 
-def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool | None = None) -> ssl.SSLContext | None:
+def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool) -> ssl.SSLContext | None:
     """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError where they make none.
 
-    listens    True: this side waits for the other one; None: where it has `--listen`
+    listens    whether this side waits for the other one
     """
     files = {name: _given(args, prefix, name) for name in ("tls-ca", "tls-cert", "tls-key")}
     if not _given(args, prefix, "tls"):
@@ -101,7 +101,6 @@ def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool | None =
         if useless:
             raise ValueError(f"--{prefix}{useless[0]} without --{prefix}tls, expected both")
         return None
-    listens = args.listen is not None if listens is None else listens
     if listens and files["tls-cert"] is None:
         raise ValueError("--tls with --listen, expected --tls-cert as well")
     for name, file in files.items():

@@ -63,7 +63,7 @@ def serve(args: argparse.Namespace, kind: Callable[..., Host], more_of: Callable
     """
     protection: dict[str, Any] = {
         "secret": arguments.secret_of(args),
-        "tls": arguments.tls_of(args),
+        "tls": arguments.tls_of(args, listens=args.listen is not None),
         "limits": arguments.limits_of(args.max_frame),
     }
     lanes = args.lanes

@@ -52,14 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress", action="append_const", dest="log", const="progress:", help="show how it goes, as --log progress:"
     )
-    parser.set_defaults(listen=None)  # None: TLS and secrets are those of a client
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     options = {
         "secret": arguments.secret_of(args),
-        "tls": arguments.tls_of(args),
+        "tls": arguments.tls_of(args, listens=False),
         "name": args.name,
         "retry_s": args.retry,
         "limits": arguments.limits_of(args.max_frame),

@@ -35,20 +35,16 @@ class Hooks:
         while self._ended:
             self.tell("episode", self._ended.popleft())
 
-    def tell(self, kind: str, value: Any) -> None:
-        """Call functions of a kind with a value, such as a "batch"."""
+    def tell(self, kind: str, value: V) -> V:
+        """Call functions of a kind with a value, such as a "batch", which is returned."""
         for function in self._functions[kind]:
             function(value)
-
-    def tell_version(self, version: V) -> V:
-        """Call functions with a policy version, or module id -> version, which is returned."""
-        self.tell("publish", version)
-        return version
+        return value
 
     def tell_if_new(self, version: Any, *, is_new: bool) -> bool:
         """Call functions with a version, or module id -> version, that is new, and return whether it is."""
         if is_new:
-            self.tell_version(version)
+            self.tell("publish", version)
         return is_new
 
 

@@ -131,7 +131,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         """
         versions = self._acting.publish(weights)
         self._execution.send({module_id: (versions[module_id], weights[module_id]) for module_id in versions})
-        return dict(self.hooks.tell_version(versions))
+        return dict(self.hooks.tell("publish", versions))
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.

@@ -143,7 +143,7 @@ class Rollout(RolloutLoop[Fragment]):
         """
         version = self._acting.weights.publish(weights)
         self._execution.send({DEFAULT_MODULE_ID: (version, weights)})
-        return self.hooks.tell_version(version)
+        return self.hooks.tell("publish", version)
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.

@@ -155,14 +155,10 @@ class FileSet:
     def discard(self) -> None:
         """Close the files and remove them, as far as the disk allows."""
         for kind, file in self._files.items():
-            # A disk that has failed may fail again, of which nobody needs to know.
-            with suppress(OSError, ValueError):
-                if kind in self._writers:
-                    self._writers[kind].close()
-            with suppress(OSError, ValueError):
-                file.close()
-            with suppress(OSError):
-                self._folder.partial(kind, self.number).unlink()
+            parts = file if kind not in self._writers else self._writers[kind], file
+            for remove in (*(part.close for part in parts), self._folder.partial(kind, self.number).unlink):
+                with suppress(OSError, ValueError):  # a disk that has failed may fail again
+                    remove()
 
 
 AnyRollout = Rollout | MultiAgentRollout

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
 from rollflow.sinks.datasets.dataset_folder import (
@@ -99,7 +98,8 @@ class EpisodeIndex:
         if piece_of is not None:
             self.pieces = piece_of(table)
             key = key * (int(self.pieces.max()) + 1) + self.pieces
-        self._group_by_episode(key, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
+        ends = (_numbers(columns[each]).astype(np.bool_) for each in ("terminated", "truncated"))
+        self._group_by_episode(key, t_started, *ends)
         head = self.order[self.first]
         self.ids, self.runs = columns[Columns.EPS_ID].to_numpy(zero_copy_only=False)[head], run[head]
         lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
@@ -201,11 +201,6 @@ def numbers_in(table: Any, name: str) -> Ints:
 def _numbers(array: Any) -> Ints:
     numbers: Ints = array.to_numpy(zero_copy_only=False).astype(np.int64)
     return numbers
-
-
-def _flags(array: Any) -> NDArray[np.bool_]:
-    flags: NDArray[np.bool_] = array.to_numpy(zero_copy_only=False).astype(np.bool_)
-    return flags
 
 
 class ParquetEpisodes(EpisodeIndex):

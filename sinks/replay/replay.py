@@ -542,13 +542,12 @@ def _check_max_samples(max_samples: int | None, sampler: Sampler, rate: SamplesP
 
 def _check_parts(sampler: Any, rate: Any, pieces: Sequence[Any], storage: Any) -> None:
     """Raise ReplayError for an argument of a replay that is of another kind."""
-    expected = [
+    expected: list[tuple[str, Any, Any, str]] = [
         ("sampler", sampler, Sampler, "a sampler such as Prioritized()"),
         ("storage", storage, Storage, "a Storage(), or None"),
+        ("rate", rate, SamplesPerInsert | None, "a SamplesPerInsert(), or None"),
         *(("pieces", piece, ConnectorV2, "connector pieces such as SampledNStepReturns()") for piece in pieces),
     ]
-    if rate is not None:
-        expected.append(("rate", rate, SamplesPerInsert, "a SamplesPerInsert(), or None"))
     for name, given, kind, text in expected:
         if not isinstance(given, kind):
             raise ReplayError(f"{name} is {shown(given)}, expected {text}").see("replay")

@@ -19,8 +19,7 @@ from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, FrameStacking, MeanStdFilter, Policy, Rollout
 from rollflow.cli.main import main
-from rollflow.cli.record import record_episodes
-from rollflow.nodes.env.filmed_env import FilmedEnv
+from rollflow.cli.record import FilmedEnv, record_episodes
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import equal_trees
 
