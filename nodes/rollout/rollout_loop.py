@@ -473,8 +473,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         lost, handed = self.lost, self._rounds.handed_steps
         causes = ", ".join(f"{steps:,} lost ({cause})" for cause, steps in lost.items()) or "none lost"
         return (
-            f"the rollout was ended by {self._interrupted_by}: {handed + sum(lost.values()):,} transitions made, "
-            f"{handed:,} handed out, {causes}"
+            f"the rollout was ended by {self._interrupted_by}: {handed + sum(lost.values()):,} transitions made "
+            f"or under way, {handed:,} handed out, {causes}"
         )
 
     def next_round(self, *, is_first: bool) -> bool:

@@ -159,7 +159,7 @@ def check_ended(rollout: Any, told: BaseException, envs: list[Any], steps: int) 
     assert rollout.lost.keys() <= {"closed", "incomplete"}
     lost, made = sum(rollout.lost.values()), rollout.num_steps + rollout.environments.unrecorded_steps
     assert steps + lost == made
-    counts = rf"{steps + lost:,} transitions made, {steps:,} handed out, "
+    counts = rf"{steps + lost:,} transitions made or under way, {steps:,} handed out, "
     text = f"the rollout was ended by {type(told).__name__}: {counts}"
     assert any(re.match(text, note) for note in told.__notes__)
     for loop in (rollout.fragments, rollout.batches):
@@ -351,7 +351,7 @@ def test_in_the_first_reset_it_closes_the_environments() -> None:
     with no_thread_left(), pytest.raises(KeyboardInterrupt), rollout:
         raise AssertionError("the rollout was entered")
     assert all(env.closed for env in envs)
-    with pytest.raises(RunError, match="was ended by KeyboardInterrupt: 0 transitions made, 0 handed out, none lost"):
+    with pytest.raises(RunError, match="was ended by KeyboardInterrupt: 0 transitions made or under way, 0 handed out"):
         next(rollout.fragments())
 
 
