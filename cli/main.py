@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from rollflow.stream.data.errors import RollflowError
 
@@ -35,11 +36,16 @@ A command imports its own module alone: most others need torch, which takes seco
 LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names alone, as the parsers of its commands do: an option more breaks no script."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="rollflow", description="Rollouts as streams: programs for other processes and hosts."
-    )
+    parser = Parser(prog="rollflow", description="Rollouts as streams: programs for other processes and hosts.")
     parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     words = sys.argv[1:] if arguments is None else arguments

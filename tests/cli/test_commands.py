@@ -78,12 +78,19 @@ def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(tmp_
     assert {module_id for fragment in fragments for module_id in fragment.module_ids} == {"one", "other"}
 
 
-def test_an_unknown_option_is_said_with_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [("doctor 1 --fast", "doctor [-h] PID"), ("top --eve 2", "top [-h]"), ("policy check p --dev cpu", "policy [-h]")],
+    ids=["doctor", "abbreviated", "abbreviated of an action"],
+)
+def test_an_unknown_option_is_said_with_those_of_the_command(
+    words: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "1", "--fast"])
+        main(words.split())
     assert ended.value.code == 2
-    assert "usage: rollflow doctor [-h] PID" in (error := capsys.readouterr().err)
-    assert "rollflow doctor: error: unrecognized arguments: --fast" in error
+    assert f"usage: rollflow {usage}" in (error := capsys.readouterr().err)
+    assert f"rollflow {words.split()[0]}: error: unrecognized arguments: --" in error
 
 
 @pytest.mark.slow
