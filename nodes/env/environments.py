@@ -221,7 +221,7 @@ class AgentEnvironments(LaneSource):
         lane.record_step(stepped)
 
     def _lane(self, index: int, envs: Any, first_env: int) -> MultiAgentLane:
-        lane = MultiAgentLane(
+        return MultiAgentLane(
             index,
             self.parts,
             envs.num_envs,
@@ -231,10 +231,8 @@ class AgentEnvironments(LaneSource):
             name=f"{self.seed}/rollout/{index}",
             mapping=self._mapping,
             shared_data=partial(self._shared_data, index),
+            is_shared=self.is_shared,
         )
-        if self.is_shared:
-            lane.share()
-        return lane
 
     def _look_at_envs(self, num_envs: int | None, lanes: int | None) -> None:
         self.parts = self.envs[0].parts

@@ -33,7 +33,7 @@ from rollflow.stream.episodes.agent_timeline import (
     sum_of,
 )
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer, count_of
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode, checked_lookback
+from rollflow.stream.episodes.single_agent import BaseEpisode, SingleAgentEpisode, checked_lookback
 
 OUTSIDE = -(2**62)
 """Number that stands for an env step outside the chunk; no agent has an observation there."""
@@ -182,7 +182,7 @@ AgentToModule = Callable[[Any, Any], Any]
 """Agent id and episode -> module id."""
 
 
-class MultiAgentEpisode:
+class MultiAgentEpisode(BaseEpisode):
     """A reset, then env step by env step, each with data of some of the agents.
 
         id_                            a new unique hex string if absent
@@ -216,8 +216,7 @@ class MultiAgentEpisode:
     lookback.
     """
 
-    lane: int | None = None
-    slot: int | None = None
+    _indexed = "env step"
 
     def __init__(
         self,
@@ -254,8 +253,6 @@ class MultiAgentEpisode:
         # Agents without one that have received rewards, or have the number of their next step.
         self._awaited: dict[Any, AwaitedAgent] = {}
         self._is_reset = False
-        self._duration_s = 0.0
-        self._last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
         if observations:
             with located(f"episode '{self.id_}'"):
                 flags = end_flags(terminateds), end_flags(truncateds)
@@ -277,11 +274,6 @@ class MultiAgentEpisode:
         return {agent_id: timeline.episode for agent_id, timeline in self._timelines.items()}
 
     @property
-    def is_done(self) -> bool:
-        """True if the episode is terminated or truncated for all agents."""
-        return self.is_terminated or self.is_truncated
-
-    @property
     def is_reset(self) -> bool:
         """True if the reset's observations were added, even an empty dict."""
         return self._is_reset
@@ -293,10 +285,6 @@ class MultiAgentEpisode:
 
     def __len__(self) -> int:
         return self.env_t - self.env_t_started
-
-    def env_steps(self) -> int:
-        """Number of env steps in this chunk, without its lookback."""
-        return len(self)
 
     def agent_steps(self) -> int:
         """The sum of the agents' own steps, without lookback and hanging actions."""
@@ -341,10 +329,6 @@ class MultiAgentEpisode:
         return returns + float(
             sum_of([*unsettled, *(sum_of(each.received.values()) for each in self._awaited.values())])
         )
-
-    def get_duration_s(self) -> float:
-        """Seconds from the beginning of this chunk to its last env step; see `SingleAgentEpisode.get_duration_s`."""
-        return self._duration_s
 
     # Growing
 
@@ -400,9 +384,7 @@ class MultiAgentEpisode:
         step = EnvStep(observations, actions, rewards, infos or {}, *flags, extra_model_outputs or {})
         with located(f"episode '{self.id_}'"):
             self._grow(step)
-        now = time.perf_counter()
-        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
-        self._last_step_at = now
+        self._take_time()
 
     def validate(self) -> None:
         """Raise EpisodeError unless each agent's data fit together, with an env step for each observation."""
@@ -599,14 +581,6 @@ class MultiAgentEpisode:
         if stop == self.env_t:
             part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
         return part
-
-    def __getitem__(self, slice_: builtins.slice) -> "MultiAgentEpisode":
-        if not isinstance(slice_, builtins.slice):
-            raise NotImplementedError(
-                f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one env step use "
-                "get_observations and the other getters"
-            )
-        return self.slice(slice_)
 
     def concat_episode(self, other: "MultiAgentEpisode") -> None:
         """Add the current data of `other`, the chunk that follows this one, at the end of this one.

@@ -23,7 +23,51 @@ _PLAIN = (  # attributes that a state has as they are
 )
 
 
-class SingleAgentEpisode:
+class BaseEpisode:
+    """What episodes of one agent and of several have in common."""
+
+    id_: str
+    is_terminated: bool
+    is_truncated: bool
+    lane: int | None = None
+    slot: int | None = None
+    _indexed = "item"  # what an index stands for
+    _duration_s: float = 0.0
+    _last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
+
+    @property
+    def is_done(self) -> bool:
+        """True if the episode is terminated or truncated: of several agents, for all of them."""
+        return self.is_terminated or self.is_truncated
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def env_steps(self) -> int:
+        """Number of env steps in this chunk, without its lookback."""
+        return len(self)
+
+    def get_duration_s(self) -> float:
+        """Seconds from the reset, or the step at which this chunk was cut, to its last step; 0.0 for a slice."""
+        return self._duration_s
+
+    def __getitem__(self, slice_: builtins.slice) -> Any:
+        if not isinstance(slice_, builtins.slice):
+            raise NotImplementedError(
+                f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one {self._indexed} use "
+                "get_observations and the other getters"
+            )
+        whole: Any = self
+        return whole.slice(slice_)
+
+    def _take_time(self) -> None:
+        """Count the time since the last step."""
+        now = time.perf_counter()
+        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
+        self._last_step_at = now
+
+
+class SingleAgentEpisode(BaseEpisode):
     """A reset observation, then (observation, action, reward) step by step; n steps have n + 1 observations.
 
         id_                     a new unique hex string if absent
@@ -55,10 +99,6 @@ class SingleAgentEpisode:
     """
 
     initial_state: Any = None
-    lane: int | None = None
-    slot: int | None = None
-    _duration_s: float = 0.0
-    _last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
 
     def __init__(
         self,
@@ -107,11 +147,6 @@ class SingleAgentEpisode:
     # State
 
     @property
-    def is_done(self) -> bool:
-        """True if the episode is terminated or truncated."""
-        return self.is_terminated or self.is_truncated
-
-    @property
     def is_reset(self) -> bool:
         """True if there is a first observation."""
         return self.observations.total() > 0
@@ -142,10 +177,6 @@ class SingleAgentEpisode:
     def __len__(self) -> int:
         return self.t - self.t_started
 
-    def env_steps(self) -> int:
-        """Number of steps in this chunk, without its lookback."""
-        return len(self)
-
     def agent_steps(self) -> int:
         """Number of the agent's steps, which is that of env steps."""
         return len(self)
@@ -153,10 +184,6 @@ class SingleAgentEpisode:
     def get_return(self) -> float:
         """The undiscounted sum of this chunk's rewards, without its lookback."""
         return float(np.sum(self.get_rewards()))
-
-    def get_duration_s(self) -> float:
-        """Seconds from the reset, or the step at which this chunk was cut, to its last step; 0.0 for a slice."""
-        return self._duration_s
 
     # Growing
 
@@ -194,9 +221,7 @@ class SingleAgentEpisode:
         self.is_terminated = terminated
         self.is_truncated = truncated
         self.t += 1
-        now = time.perf_counter()
-        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
-        self._last_step_at = now
+        self._take_time()
 
     def check_env_step(
         self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None = None
@@ -364,8 +389,8 @@ class SingleAgentEpisode:
         if slice_.step not in (None, 1):
             raise EpisodeError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
         length, before = len(self), self.rewards.lookback
-        start = self._step_bound(slice_.start, 0, length)
-        stop = max(start, self._step_bound(slice_.stop, length, length))
+        start, last, _ = slice_.indices(length)
+        stop = max(start, last)
         wanted = before if len_lookback_buffer is None else len_lookback_buffer
         lookback = checked_lookback(self.id_, wanted, before + start)
         part = self.part(before + start - lookback, before + stop, lookback, self.t_started + start)
@@ -401,14 +426,6 @@ class SingleAgentEpisode:
         )
         made.initial_state = self.initial_state
         return made
-
-    def __getitem__(self, slice_: builtins.slice) -> "SingleAgentEpisode":
-        if not isinstance(slice_, builtins.slice):
-            raise NotImplementedError(
-                f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one item use get_observations "
-                "and the other getters"
-            )
-        return self.slice(slice_)
 
     def concat_episode(self, other: "SingleAgentEpisode") -> None:
         """Add the current data of `other`, the chunk that follows this one, at the end of this one.
@@ -533,12 +550,6 @@ class SingleAgentEpisode:
 
     def _located(self, error: RollflowError) -> RollflowError:
         return type(error)(f"episode '{self.id_}': {error}")
-
-    @staticmethod
-    def _step_bound(bound: int | None, default: int, length: int) -> int:
-        if bound is None:
-            return default
-        return min(max(bound + length if bound < 0 else bound, 0), length)
 
 
 def refusal(text: str) -> Any:

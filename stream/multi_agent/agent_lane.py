@@ -42,6 +42,7 @@ class AgentLane(SlotLane):
     module               i16[S] place of the module that serves each slot, or served it last
     modules              the lane's modules, by place: see `MultiAgentLane`
     first_env            number of the lane's first environment
+    is_shared            whether columns of all fragments but the first lie in shared memory
     acting               i64[K] ascending: slots whose newest observation needs an action
     lives                bool[S] whether the slot has an episode
     waits                bool[S] whether the slot has acted and has no observation since
@@ -59,8 +60,10 @@ class AgentLane(SlotLane):
         clock: EnvClock,
         modules: Sequence[Any],
         first_env: int,
+        *,
+        is_shared: bool = False,
     ) -> None:
-        super().__init__(index, layout, part.observation_space, LaneColumns(layout, None))
+        super().__init__(index, layout, part.observation_space, LaneColumns(layout, None, is_shared=is_shared))
         self.part, self.modules, self.first_env = part, modules, first_env
         slots = layout.num_slots
         self.at: Slots = np.full(slots, layout.lookback)
@@ -346,10 +349,6 @@ class AgentLane(SlotLane):
         fragment = copy.copy(self.fragment)
         fragment.columns = named_columns(fragment.columns, self._outputs.get(module, {}), self._renamed)
         return fragment
-
-    def share(self) -> None:
-        """Let other processes see the columns of all fragments but the first. Before the first step only."""
-        self.columns = LaneColumns(self.layout, None, is_shared=True)
 
     def release(self) -> None:
         super().release()

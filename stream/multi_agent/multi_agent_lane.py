@@ -30,6 +30,7 @@ class MultiAgentLane:
     mapping        gives the module that serves an agent in an episode, `module_of(agent, episode_id)`, asked when the
                    agent begins; `is_by_agent` if it is the same in every episode that begins now
     shared_data    makes the data that the connector pieces of a module share
+    is_shared      whether columns of all fragments but the first lie in shared memory
 
     modules         modules that serve or have served agents, by place: each with a `module_id`, and with `is_removed`,
                     True if it gets no new agents. A module added later under an id is another one. None: a free place.
@@ -52,6 +53,7 @@ class MultiAgentLane:
         name: str,
         mapping: Any,
         shared_data: Callable[[Any], dict[str, Any]],
+        is_shared: bool = False,
     ) -> None:
         self.index, self.num_envs, self.num_rows = index, num_envs, num_rows
         self.lookback = lookback
@@ -72,7 +74,7 @@ class MultiAgentLane:
         }
         self.episode_ids = EpisodeIds(name)
         self.clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64), self.episode_ids)
-        self.parts = [self._part(i, part) for i, part in enumerate(parts)]
+        self.parts = [self._part(i, part, is_shared=is_shared) for i, part in enumerate(parts)]
         self.sequence = 0
 
     @property
@@ -110,11 +112,6 @@ class MultiAgentLane:
         self.clock.lose(self.vector_steps, reason)
         self.just_ended = self.just_ended[:0]
         return sum(part.lose(reason, is_under_way=is_under_way) for part in self.parts)
-
-    def share(self) -> None:
-        """Let other processes see the columns of all fragments but the first. Before the first step only."""
-        for part in self.parts:
-            part.share()
 
     def shared_data_of(self, module: int) -> dict[str, Any]:
         """The data that the connector pieces of a module share."""
@@ -184,7 +181,7 @@ class MultiAgentLane:
 
     # Inside
 
-    def _part(self, index: int, part: AgentPart) -> AgentLane:
+    def _part(self, index: int, part: AgentPart, *, is_shared: bool) -> AgentLane:
         layout = FragmentLayout(
             num_slots=self.num_envs * len(part.agents),
             num_rows=self.num_rows,
@@ -193,7 +190,7 @@ class MultiAgentLane:
             resets_next_step=False,
             episode_id=self.episode_ids.of_agents(index),
         )
-        return AgentLane(self.index, layout, part, self.clock, self.modules, self._first_env)
+        return AgentLane(self.index, layout, part, self.clock, self.modules, self._first_env, is_shared=is_shared)
 
     def _begin(self, observed: Sequence[Observed], infos: Sequence[Infos], envs: Sequence[int]) -> None:
         for lane, first in zip(self.parts, observed, strict=True):
