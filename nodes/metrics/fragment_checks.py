@@ -5,6 +5,7 @@ second at most, and then of some transitions.
 """
 
 from collections.abc import Iterator, Set
+from statistics import median_high
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -18,7 +19,7 @@ from rollflow.stream.data.system import memory_bound
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.observe.waits import Sign, median
+from rollflow.stream.observe.waits import Sign
 
 _SAMPLE = 256  # transitions of a fragment that are looked at
 _LOOKS = 30  # after which values are said never to change
@@ -162,7 +163,7 @@ class FragmentChecks:
         given = self._given.copy()
         self._base = {lane: count for lane, count in self._base.items() if lane in lanes}
         gained = {lane: given.get(lane, 0) - count for lane, count in sorted(self._base.items())}
-        usual = median(tuple(gained.values()))
+        usual = median_high([*gained.values()] or [0])
         if len(gained) < _LANES or usual >= _USUAL:
             self._base = {lane: given.get(lane, 0) for lane in lanes}
         if len(gained) >= _LANES and usual >= _USUAL:

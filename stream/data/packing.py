@@ -41,10 +41,10 @@ def pack(value: Any, name: str = "value") -> bytes:
         raise refusal(value, name, "handed to another process", "numpy arrays") from error
 
 
-def can_pack(value: Any) -> bool:
-    """True if `pack` takes a value."""
+def can_pack(value: Any, packed: Callable[[Any], object] | None = None) -> bool:
+    """True if `pack` takes a value, or another function that packs."""
     try:
-        Packer().packed(value)
+        (packed or Packer().packed)(value)
     except UNPACKABLE:
         return False
     return True

@@ -5,6 +5,7 @@ A look is passive: it reads counters and marks that the parties write for themse
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rollflow.stream.data.errors import HELP_PAGES
@@ -228,7 +229,7 @@ class Diagnosis:
     def _first_line(self) -> str:
         blocker = self.blocker
         if self.state == "caller works" and (blocker is None or blocker.party == CALLER):
-            usual = f" (the median was {median(self.caller_s):.1f} s)" if self.caller_s else ""
+            usual = f" (the median was {median_high(self.caller_s):.1f} s)" if self.caller_s else ""
             return f"the caller works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
         if blocker is None:
             return {"not running": "it is not running"}.get(self.state, f"it flows: nobody waits for {_a(self.noun)}")
@@ -273,9 +274,3 @@ def _listed(names: list[str]) -> str:
 
 def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def median(seconds: Sequence[float]) -> float:
-    """The middle one; 0 where there is none."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) // 2] if ordered else 0.0

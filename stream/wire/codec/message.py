@@ -4,10 +4,11 @@ A field with its default value is left out.
 """
 
 import logging
+from functools import partial
 from typing import Any, get_args
 
 from rollflow.stream.data.errors import ColumnError, WireError
-from rollflow.stream.data.packing import sendable
+from rollflow.stream.data.packing import can_pack, sendable
 from rollflow.stream.wire.codec.field import checked_fields, checks_of, defaults_of, shown
 from rollflow.stream.wire.codec.frame import Buffer, Frame, frame_of, taken_apart
 from rollflow.stream.wire.codec.handshake import Challenge, Hello, Proof, Welcome
@@ -21,6 +22,7 @@ Message = Hello | Challenge | Proof | Welcome | Running
 KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
 _left_out: set[str] = set()  # entries of infos that this process has logged
 _MOST_LEFT_OUT = 1000
+_can_send = partial(can_pack, packed=partial(encode_value, name=""))
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -41,14 +43,6 @@ def encode(message: Message) -> list[Buffer]:
         return frame_of(*encode_value(value, kind.kind))
     except (ColumnError, WireError):
         return frame_of(*encode_value(sendable(value, _log_left_out, _can_send), kind.kind))
-
-
-def _can_send(value: Any) -> bool:
-    try:
-        encode_value(value, "")
-    except (ColumnError, WireError):
-        return False
-    return True
 
 
 def _log_left_out(text: str) -> None:
