@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import anyio
 
@@ -14,7 +14,7 @@ from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import LagError, RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
-from rollflow.stream.graph.node import Gate, check_gate, methods_of, wait_at
+from rollflow.stream.graph.node import Gate, check_gate, wait_at
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Sign, Wait
 
@@ -349,7 +349,51 @@ class RolloutIterator(Generic[T]):
             self._source.interrupt(error)
 
 
-class FragmentCredits(LaneListener):
+class LaneGate:
+    """A gate that is asked once for each fragment that a lane begins; this one lets all of them begin.
+
+    Beside what every gate has, it takes note of fragments and lanes that never come. All in the thread that the graph
+    runs in.
+    """
+
+    def __init__(self) -> None:
+        self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
+        self._changed: Callable[[], None] = nobody
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if fragments are to begin with the newest weights."""
+        return False
+
+    def admits(self, lane: Any) -> bool:
+        """True if the lane may take its next step.
+
+        lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
+                `sequence`, the number of that fragment
+        """
+        if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
+            return True
+        if not self._lets_begin(lane):
+            return False
+        self._begun_by[lane.index] = lane.sequence
+        return True
+
+    def _lets_begin(self, lane: Any) -> bool:
+        """True if the lane may begin its next fragment, which is counted then."""
+        return True
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when a lane that was refused might be admitted."""
+        self._changed = changed
+
+    def leave(self, lane: int) -> None:
+        """Take note that the fragment which a lane began last never comes."""
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Take note that a lane gives no more than so many fragments in all."""
+
+
+class FragmentCredits(LaneGate, LaneListener):
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
     It also knows the lanes that rounds are made of, and keeps the stage that counts lanes in step with them.
@@ -366,6 +410,7 @@ class FragmentCredits(LaneListener):
     """
 
     def __init__(self, environments: LaneSource, lag: LagBound, prefetch: int, execution: Any) -> None:
+        super().__init__()
         self._execution = execution
         self.lanes = frozenset(range(environments.num_lanes))
         self.absent: Mapping[int, int] = {}
@@ -375,10 +420,8 @@ class FragmentCredits(LaneListener):
         is_in_rounds = self._per_lane == 1 and environments.has_fixed_lanes and not self._is_by_lane
         # Before any of them begins its second fragment.
         self._yet_to_begin = set(self.lanes if is_in_rounds else ())
-        self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
         self._begun = 0  # of all lanes
-        self._changed: Callable[[], None] = nobody
 
     @property
     def limit(self) -> int:
@@ -395,17 +438,8 @@ class FragmentCredits(LaneListener):
         """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
         return self._is_by_lane
 
-    def admits(self, lane: Any) -> bool:
-        """True if the lane may take its next step; the first of a fragment takes a credit.
-
-        lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
-                `sequence`, the number of that fragment
-        """
-        if not lane.at_start:
-            return True
-        index, fragment = lane.index, lane.sequence
-        if self._begun_by.get(index) == fragment:
-            return True
+    def _lets_begin(self, lane: Any) -> bool:
+        index = lane.index
         if self._is_by_lane:
             is_refused = self._held[index] >= self.limit
         else:
@@ -414,7 +448,6 @@ class FragmentCredits(LaneListener):
             return False
         self._begun += 1
         self._held[index] += 1
-        self._begun_by[index] = fragment
         self.lane_lost(index)  # no other lane waits for its first
         return True
 
@@ -440,10 +473,6 @@ class FragmentCredits(LaneListener):
             return Wait("credits", "waits", f"are for lanes that have not begun their first fragment: {lanes}")
         taken = f"{self.limit} fragments of every lane" if self._is_by_lane else f"{self._begun} fragments"
         return Wait("credits", "waits", f"are taken: {taken} are begun and not given back")
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Take the function to be called when credits come back."""
-        self._changed = changed
 
     # As a listener
 
@@ -485,21 +514,6 @@ class FragmentCredits(LaneListener):
         self._changed()
 
 
-class PacingGate(Protocol):
-    """What a gate of lanes may have beside: it takes note of fragments and lanes that never come."""
-
-    @property
-    def wants_newest(self) -> bool:
-        """True if fragments are to begin with the newest weights."""
-        return False
-
-    def leave(self, lane: int, /) -> None:
-        """Take note that the fragment which a lane began last never comes."""
-
-    def gone(self, lane: int, fragments: int, /) -> None:
-        """Take note that a lane gives no more than so many fragments in all."""
-
-
 class LaneGates:
     """The gates of a ring: a lane goes on where all of them let it, and they hear of what never comes.
 
@@ -520,7 +534,7 @@ class LaneGates:
         self.watch(nobody)  # those before may outlive their ring
         self._gates = tuple(gates)
         self._refused: Gate | None = None  # the last time
-        self._pacing = [methods_of("a gate of the rollout", gate, PacingGate) for gate in gates]
+        self._pacing = [gate for gate in gates if isinstance(gate, LaneGate)]
         # Of a loop, which has no other gate: they slow no step down.
         self._credits = next((gate for gate in gates if isinstance(gate, FragmentCredits)), None)
 
@@ -558,11 +572,12 @@ class LaneGates:
     @property
     def wants_newest(self) -> bool:
         """True if one of the gates wants fragments to begin with the newest weights."""
-        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
+        return any(gate.wants_newest for gate in self._pacing)
 
     def fragment_missing(self, lane: int) -> None:
         """Report that the fragment which a lane began last never comes."""
-        self._tell("leave", lane)
+        for gate in self._pacing:
+            gate.leave(lane)
 
     def lane_set_aside(self, lane: int, fragments: int, last: Any = None) -> Any:
         """Report that a lane was set aside after so many fragments: it is gone, unless the whole run comes to its end.
@@ -570,8 +585,8 @@ class LaneGates:
         With it go all that were begun. Returns its last fragment; where it has none, `NoFragment` for a reader who may
         wait for it in a round of every lane, else None.
         """
-        if not self._environments.is_draining:
-            self._tell("gone", lane, fragments)
+        for gate in () if self._environments.is_draining else self._pacing:
+            gate.gone(lane, fragments)
         return NoFragment(lane) if last is None and self._has_rounds_of_every_lane else last
 
     def lane_absent(self, absent: NoFragment) -> NoFragment | None:
@@ -589,12 +604,6 @@ class LaneGates:
     @property
     def _has_rounds_of_every_lane(self) -> bool:
         return self._credits is not None and self._credits.wants_newest
-
-    def _tell(self, method: str, *args: int) -> None:
-        """Call a method of `PacingGate` of the gates that have it."""
-        for methods in self._pacing:
-            if method in methods:
-                methods[method](*args)
 
 
 def nobody() -> None:

@@ -4,13 +4,13 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Annotated, Any, Self
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.stages.rounds import nobody
+from rollflow.nodes.stages.rounds import LaneGate
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Entry:
+class KeptItem:
+    """A message, its bytes, and its transitions, which are those of fragments with these origins."""
+
     message: Fragment
     nbytes: int
     steps: int
@@ -43,7 +45,7 @@ class ResendBuffer:
         self.nbytes, self.needs = 0, 1
         self.max_bytes = checked_count("max_bytes", max_bytes, 1)
         self._first = 1  # number of the oldest
-        self._entries: deque[_Entry] = deque()
+        self._entries: deque[KeptItem] = deque()
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -71,10 +73,10 @@ class ResendBuffer:
         return self._first + len(self._entries) - 1
 
     def add(self, message: Fragment, nbytes: int, steps: int, origins: Sequence[Origin] = ()) -> None:
-        """Keep the next one, with so many transitions, which are those of fragments with these origins."""
+        """Keep the next one; see `KeptItem`."""
         with self._lock:
             assert message.number == self.last + 1
-            self._entries.append(_Entry(message, nbytes, steps, origins))
+            self._entries.append(KeptItem(message, nbytes, steps, origins))
             self.nbytes += nbytes
 
     def get(self, number: int) -> Fragment:
@@ -97,23 +99,10 @@ class ResendBuffer:
             return f"{self.nbytes} bytes are kept until it {until}; max_bytes is {self.max_bytes}"
         return f"it has {session.given - session.done} {items} that it has not moved on from"
 
-    def steps(self, after: int) -> int:
-        """Transitions in those with numbers greater than `after`."""
+    def later_than(self, number: int) -> list[KeptItem]:
+        """Those with greater numbers."""
         with self._lock:
-            return sum(entry.steps for entry in self._later_than(after))
-
-    def origins(self, after: int) -> list[Origin]:
-        """The origins of the fragments in those with numbers greater than `after`."""
-        with self._lock:
-            return [origin for entry in self._later_than(after) for origin in entry.origins]
-
-    def count(self, lane: int, after: int) -> int:
-        """Number of messages of a lane with numbers greater than `after`."""
-        with self._lock:
-            return sum(entry.message.lane == lane for entry in self._later_than(after))
-
-    def _later_than(self, number: int) -> Iterator[_Entry]:
-        return islice(self._entries, max(0, number + 1 - self._first), None)
+            return list(islice(self._entries, max(0, number + 1 - self._first), None))
 
 
 _NUMBER = field.whole(0, 1 << 53)
@@ -191,7 +180,7 @@ class BatchCredits:
         self._under_way = {key: done for key, done in self._under_way.items() if key[0] != lane or key[1] > last}
 
 
-class PaceGate:
+class PaceGate(LaneGate):
     """Gate that lets a lane begin a fragment once its trainer is there, waits for it, and its weights are in use.
 
     It also collects which lanes come and go, and gives each such news once.
@@ -212,6 +201,7 @@ class PaceGate:
     """
 
     def __init__(self, buffer: ResendBuffer, name: str, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
+        super().__init__()
         self.credits: BatchCredits | None = None
         self.order: StreamOrder | None = None
         self.done = self.version = 0
@@ -222,8 +212,6 @@ class PaceGate:
         self._gone: dict[int, int] = {}  # lane -> number of its fragments in all
         self.given: Counter[int] = Counter()
         self._buffer, self._name = buffer, name
-        self._begun: dict[int, int] = {}  # lane -> sequence of its last fragment that was let through
-        self._changed: Callable[[], None] = nobody
 
     @property
     def holder(self) -> str | None:
@@ -245,17 +233,13 @@ class PaceGate:
         """True if fragments are to begin with the newest weights, since the trainer takes nothing that is too old."""
         return self.order is not None and self.order.ahead is not None
 
-    def admits(self, lane: Any) -> bool:
-        """True if the lane may take its next step."""
-        if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
-            return True
+    def _lets_begin(self, lane: Any) -> bool:
         if self._tells_lanes and lane.index not in self.last_items:
             self.last_items = self.last_items | {lane.index: None}
             self._come.append(lane.index)
             self._ring()
         if not self._is_wanted(lane):
             return False
-        self._begun[lane.index] = lane.sequence
         if self.credits is not None:
             self.credits.begin(lane.index, lane.sequence, self.done)
         return True
@@ -274,7 +258,7 @@ class PaceGate:
 
     def gone(self, lane: int, fragments: int) -> None:
         """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
-        self._begun.pop(lane, None)
+        self._begun_by.pop(lane, None)
         if lane in self.last_items:
             self._gone[lane] = fragments
             self._ring()
@@ -301,10 +285,6 @@ class PaceGate:
         if any(last is not None and last <= number for last in self.last_items.values()):
             self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
 
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Register the function to be called when a lane that was refused might be admitted."""
-        self._changed = changed
-
     def look_again(self) -> None:
         """Have refused lanes try again. Called in the graph's thread."""
         self._changed()
@@ -321,4 +301,5 @@ class PaceGate:
         if self.credits is not None:
             return self.credits.admits(self.done, order.ahead)
         under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
-        return under_way + self._buffer.count(lane.index, self.done) < order.ahead
+        kept = sum(1 for entry in self._buffer.later_than(self.done) if entry.message.lane == lane.index)
+        return under_way + kept < order.ahead

@@ -5,7 +5,7 @@ import ssl
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import anyio
@@ -242,10 +242,10 @@ class TrainerSink:
         """Say goodbye to the trainer if the rollout has come to its end; else send the failure, if there is one."""
         self._uplink.close("the rollout has ended" if self._has_ended else None, self._failure)
         self._uplink.release()
-        left, steps = self._session.given - self._session.done, self._buffer.steps(self._session.done)
+        left, kept = self._session.given - self._session.done, self._buffer.later_than(self._session.done)
         if left:
-            self.lost["undelivered"] = steps
-            for origin in self._buffer.origins(self._session.done):
+            self.lost["undelivered"] = steps = sum(entry.steps for entry in kept)
+            for origin in chain.from_iterable(entry.origins for entry in kept):
                 origin.lose("undelivered")
             logger.log(
                 logging.WARNING if self.goodbye is None else logging.INFO,  # it has left of its own will
