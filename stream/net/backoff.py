@@ -75,6 +75,10 @@ class WaitReminder:
         """Begin the limit anew."""
         self._since = times.clock()
 
+    def shorten(self, limit: float) -> None:
+        """Have the limit be reached within so many seconds, if it would not."""
+        self.limit = times.clock() - self._since + min(self.left_s, limit)
+
     @property
     def is_long(self) -> bool:
         """True where a log line is to be written now; the next one is due after twice as long."""

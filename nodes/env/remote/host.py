@@ -40,58 +40,6 @@ PLACES = {name: f"connect(address, {name}=…), or listening" for name in ("secr
 _NOWHERE = Endpoint(wire.UnixAddress("/"), wire.Limits())
 
 
-class Drain(WaitReminder):
-    """Time, from now on, in which a host that is told to end hands over what it has.
-
-    name         of the host
-    num_lanes    of the host
-    busy         gives the places of lanes that are at something
-    limit        seconds that it has
-    """
-
-    def __init__(self, name: str, num_lanes: int, busy: Callable[[], list[int]], limit: float) -> None:
-        super().__init__(limit)
-        self._name, self._num_lanes, self._busy = name, num_lanes, busy
-        self._has_begun = False
-
-    def shorten(self, grace_s: float) -> None:
-        """Have it end within so many seconds, if it would not."""
-        self.limit = self.waited_s + min(self.left_s, grace_s)
-
-    def until(self) -> float:
-        """When it is over, on the clock `monotonic`."""
-        return monotonic() + self.left_s
-
-    @property
-    def due(self) -> float:
-        """Time at which it is over, or the log is to say something."""
-        return monotonic() + self.left
-
-    def begin(self) -> bool:
-        """Log that it begins; False: it has begun before."""
-        if self._has_begun:
-            return False
-        self._has_begun = True
-        logger.warning("host %s drains, for %.1f s at most: %s", self._name, self.left_s, self._state)
-        return True
-
-    def goes_on(self) -> bool:
-        """True while there is time; the log says now and then how far the host is."""
-        if self.is_long:
-            logger.warning("host %s drains, for %.1f s more: %s", self._name, self.left_s, self._state)
-        return not self.is_over
-
-    def log_end(self) -> None:
-        """Log how it has ended."""
-        logger.warning("host %s has drained for %.1f s: %s", self._name, self.waited_s, self._state)
-
-    @property
-    def _state(self) -> str:
-        busy = self._busy()
-        done = f"{self._num_lanes - len(busy)} of {self._num_lanes} lanes are done"
-        return f"{done}, still at something: {', '.join(map(str, busy))}" if busy else done
-
-
 class Host(ClosedOnExit):
     """Connections of a host with gateways, and a thread for every lane; `EnvHost` and `RolloutHost` are made of it.
 
@@ -130,7 +78,8 @@ class Host(ClosedOnExit):
         self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
         self._offer_session()
-        self._drain: Drain | None = None  # None: nobody has told this host to
+        self._drain: WaitReminder | None = None  # None: nobody has told this host to
+        self._is_cut_short = False
 
     def connect(
         self,
@@ -195,7 +144,7 @@ class Host(ClosedOnExit):
         A step that has begun is finished, and a fragment ends with it; no other begins. A lost gateway is awaited. May
         be called from any thread and from a signal handler; again, it may only shorten the time.
         """
-        self._drain = self._drain or Drain(self.name, len(self._lanes), self._busy_lanes, grace_s)
+        self._drain = self._drain or WaitReminder(grace_s)
         self._drain.shorten(grace_s)
         self._wakeup.ring()
 
@@ -237,7 +186,7 @@ class Host(ClosedOnExit):
                     self._hang_up(peer)
                 self._wait = None
                 if self._drain is not None:
-                    self._drain.log_end()
+                    self._log_drain(f"has drained for {self._drain.waited_s:.1f} s")
 
     def _serve_dialled(self, retry_s: float | None) -> str:
         """Dial a gateway, again and again, and serve it until it says goodbye: its reason."""
@@ -260,9 +209,18 @@ class Host(ClosedOnExit):
         """True once this host is to say goodbye: it was stopped, or has drained, or has no more time for that."""
         if self._is_stopped or self._drain is None:
             return self._is_stopped
-        if self._drain.begin():
+        if not self._is_cut_short:
+            self._is_cut_short = True
+            self._log_drain(f"drains, for {self._drain.left_s:.1f} s at most")
             self._cut_short()
-        return not (self._has_more() and self._drain.goes_on())
+        elif self._drain.is_long:
+            self._log_drain(f"drains, for {self._drain.left_s:.1f} s more")
+        return self._drain.is_over or not self._has_more()
+
+    def _log_drain(self, how: str) -> None:
+        busy, count = self._busy_lanes(), len(self._lanes)
+        rest = f", still at something: {', '.join(map(str, busy))}" if busy else ""
+        logger.warning("host %s %s: %d of %d lanes are done%s", self.name, how, count - len(busy), count, rest)
 
     def _has_more(self) -> bool:
         """True if something that lanes have made, or are making, has not been sent to the rollout."""
@@ -273,8 +231,8 @@ class Host(ClosedOnExit):
         """Send what there is to send, wait until there is something to do, and do it."""
         self._loop.send(self._tell)
         next_report = None if self.report_s is None or self._welcomed_peer is None else monotonic() + self.report_s
-        dues = [each.due for each in (self._drain, self._wait) if each is not None]
-        ready = self._loop.wait_until(next_report, *dues)
+        drained = None if self._drain is None else monotonic() + self._drain.left
+        ready = self._loop.wait_until(next_report, drained, None if self._wait is None else self._wait.due)
         now, welcomed = monotonic(), self._welcomed_peer
         if welcomed is not None:
             if self._fatal is not None:
@@ -318,7 +276,7 @@ class Host(ClosedOnExit):
         drain = None if peer is not self._welcomed_peer or self._has_more() else self._drain
         with self._lock:
             peer.connection.goodbye(f"the host was {_ENDING[drain is not None]}", drained=drain is not None)
-            self._loop.drop(peer, None if drain is None else drain.until)
+            self._loop.drop(peer, None if drain is None else lambda: monotonic() + drain.left_s)
             if peer is self._welcomed_peer:
                 self._welcomed_peer = None
                 self._mark_busy()
