@@ -108,7 +108,7 @@ def _facts_of(run: dict[str, Any]) -> Iterator[str]:
 
 def _check(args: argparse.Namespace) -> int:
     if minari_data_of(args.path) is not None:
-        raise DatasetError(f"{args.path} is Minari's, expected a dataset of rollflow's own").see("dataset")
+        raise DatasetError(f"{args.path} is Minari's, expected a dataset of rollflow's own")
     return arguments.print_checks(check_dataset(DatasetFolder(args.path)))
 
 
@@ -119,14 +119,12 @@ def _merge(args: argparse.Namespace) -> None:
     for path, source in zip(args.paths, sources, strict=True):
         if (source.agents is None) != (sources[0].agents is None):
             several, one = (path, args.paths[0]) if source.agents else (args.paths[0], path)
-            raise DatasetError(f"{several} is of several agents, and {one} of one, expected one kind").see("dataset")
+            raise DatasetError(f"{several} is of several agents, and {one} of one, expected one kind")
         sides = f"in {args.paths[0]}", f"in {path}"
         kinds = {of: (first.get(of, kind), kind) for of, kind in _kinds_of(source).items()}
         differences = {of: kind_difference(*pair, sides) for of, pair in kinds.items()}
         if told := "; ".join(f"{of}{text}" for of, text in differences.items() if text is not None):
-            raise DatasetError(f"{path} does not go with {args.paths[0]}: {told}; expected datasets of one kind").see(
-                "dataset"
-            )
+            raise DatasetError(f"{path} does not go with {args.paths[0]}: {told}; expected datasets of one kind")
     _write(sources, args.out)
 
 
@@ -154,9 +152,7 @@ def _filter(args: argparse.Namespace) -> None:
         raise DatasetError(f"there is no run {strange[0]} in {args.path}, expected 0 to {runs - 1}")
     chosen = np.flatnonzero(_within(summary, args))
     if not len(chosen):
-        raise DatasetError(f"none of {len(summary.returns)} episodes of {args.path} is within the bounds").see(
-            "dataset"
-        )
+        raise DatasetError(f"none of {len(summary.returns)} episodes of {args.path} is within the bounds")
     _write([_source(args.path, chosen)], args.out)
 
 
@@ -176,9 +172,7 @@ def _within(summary: EpisodeSummary, args: argparse.Namespace) -> NDArray[np.boo
 def _convert(args: argparse.Namespace) -> None:
     source = _source(args.path)
     if source.agents is not None:
-        raise DatasetError(
-            f"{args.path} is of several agents, expected one, such as the folder of one of its modules"
-        ).see("dataset")
+        raise DatasetError(f"{args.path} is of several agents, expected one, such as the folder of one of its modules")
     spaces = source.observation_space, source.action_space
     folder = write_minari(source.fragments(), spaces, source.description, args.id, args.out)
     print(f"{folder} has {source.num_episodes} episodes, {source.num_steps} steps")
@@ -187,7 +181,7 @@ def _convert(args: argparse.Namespace) -> None:
 def _check_apart(paths: list[Path], out: Path) -> None:
     """Raise DatasetError where a dataset would be written to itself."""
     if out.resolve() in [path.resolve() for path in paths]:
-        raise DatasetError(f"--out {out} is read as well, expected another folder").see("dataset")
+        raise DatasetError(f"--out {out} is read as well, expected another folder")
 
 
 def _source(path: Path, episodes: Any = None) -> DatasetSource:

@@ -141,10 +141,10 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         if self.env.render_mode != "rgb_array":
             raise DatasetError(
                 f"the environment's render_mode is {self.env.render_mode!r}, expected 'rgb_array' for videos"
-            ).see("dataset")
+            )
         folder.mkdir(parents=True, exist_ok=True)
         if there := next(folder.glob(f"slot-{slot}-episode-*.mp4"), None):
-            raise DatasetError(f"{there} is there already, expected another folder for videos").see("dataset")
+            raise DatasetError(f"{there} is there already, expected another folder for videos")
         self._av = import_av()
         self._folder, self._slot, self._left, self._number = folder, slot, episodes, 0
         self._file: Any = None  # in H.264, of the episode that is filmed; it gets its name once it is whole
@@ -204,7 +204,7 @@ def import_av() -> Any:
     try:
         import av
     except ImportError:
-        raise DatasetError("videos take the package av, which is not installed: pip install 'rollflow[video]'").see(
-            "dataset"
+        raise DatasetError(
+            "videos take the package av, which is not installed: pip install 'rollflow[video]'"
         ) from None
     return av

@@ -22,14 +22,12 @@ class LockedFolder:
 
     description    name of the file
     noun, writer   what the folder is, and who else may write there, in errors
-    page           of the documentation
     error          kind of the errors
     """
 
     description: ClassVar[str]
     noun: ClassVar[str]
     writer: ClassVar[str]
-    page: ClassVar[str]
     error: ClassVar[type[RollflowError]]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -44,11 +42,11 @@ class LockedFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise self.error(f"{self.noun} can't be written to {self.path}: {error}").see(self.page) from error
+            raise self.error(f"{self.noun} can't be written to {self.path}: {error}") from error
         if not lock_file(fd):
             os.close(fd)
             text = f"{self.writer} writes to {self.path}, expected one at a time: close it, or use another folder"
-            raise self.error(text).see(self.page)
+            raise self.error(text)
         self._lock = fd
 
     def unlock(self) -> None:

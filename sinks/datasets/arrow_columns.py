@@ -29,7 +29,7 @@ def import_pyarrow() -> tuple[Any, Any]:
     except ModuleNotFoundError:
         raise DatasetError(
             "datasets take the package pyarrow, which is not installed: pip install 'rollflow[datasets]'"
-        ).see("dataset") from None
+        ) from None
     return pyarrow, pyarrow.parquet
 
 

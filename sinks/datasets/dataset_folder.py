@@ -56,7 +56,7 @@ class DatasetFolder(LockedFolder):
     committed    numbers of the files that are committed, in the folder of a module; None: the names say it
     """
 
-    description, noun, writer, page, error = DESCRIPTION, "a dataset", "another sink", "dataset", DatasetError
+    description, noun, writer, error = DESCRIPTION, "a dataset", "another sink", DatasetError
 
     def __init__(self, path: str | os.PathLike[str], committed: Collection[int] | None = None) -> None:
         super().__init__(path)
@@ -94,7 +94,7 @@ class DatasetFolder(LockedFolder):
             if path.stem.isdecimal() and numbers and int(path.stem) < numbers[-1] and int(path.stem) not in numbers:
                 raise DatasetError(
                     f"{self.path / STEPS / path.name} is missing, expected a file for each in {STEPS} and {EPISODES}"
-                ).see("dataset")
+                )
         return numbers
 
     def file(self, kind: str, number: int) -> Path:
@@ -115,13 +115,13 @@ class DatasetFolder(LockedFolder):
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing() from None
         except (ValueError, OSError) as error:
-            raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered").see("dataset") from None
+            raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered") from None
         if text.get("format") != FORMAT or type(text.get("version")) is not int:
             raise DatasetError(f"{path} describes no dataset, expected the format {FORMAT!r} and a version")
         if (version := text["version"]) > AGENTS_VERSION:
             raise DatasetError(
                 f"{path} has version {version}, expected at most {AGENTS_VERSION}: a newer rollflow has written it"
-            ).see("dataset")
+            )
         for field, kinds in (_AGENTS_KINDS if text["version"] == AGENTS_VERSION else _KINDS).items():
             if not isinstance(text.get(field), kinds):
                 raise DatasetError(f"{path}: {field} is {str(text.get(field))[:80]}, expected that of a dataset")
@@ -152,9 +152,7 @@ class DatasetFolder(LockedFolder):
     def lock(self) -> None:
         """See `LockedFolder`. Raises DatasetError for the folder of a module."""
         if self.path.absolute().parent.name == MODULES and (self.path.parent.parent / DESCRIPTION).exists():
-            raise DatasetError(f"{self.path} is a module's part of the dataset at {self.path.parent.parent}").see(
-                "dataset"
-            )
+            raise DatasetError(f"{self.path} is a module's part of the dataset at {self.path.parent.parent}")
         super().lock()
 
     def check_is_own(self) -> None:
@@ -168,7 +166,7 @@ class DatasetFolder(LockedFolder):
             for found in sorted(self.path.glob(pattern)):
                 name = found.relative_to(self.path)
                 text = f"{self.path} has {name}, as {owner} has, expected a dataset, or a folder without such files"
-                return DatasetError(text).see("dataset")
+                return DatasetError(text)
         return None
 
     def remove_left(self) -> list[int]:
@@ -216,14 +214,14 @@ class DatasetFolder(LockedFolder):
             self.write_description(description)
             sync(self.path)
         except OSError as error:
-            raise DatasetError(f"a dataset can't be written to {self.path}: {error}").see("dataset") from error
+            raise DatasetError(f"a dataset can't be written to {self.path}: {error}") from error
 
     def check_kind(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
         """Raise DatasetError, with the fields that differ, unless fragments of a kind fit a description."""
         if difference := kind_difference(description, kind, ("in the dataset", "in the fragment")):
             raise DatasetError(
                 f"a fragment does not fit the dataset at {self.path}: {difference}; expected fragments of one kind"
-            ).see("dataset")
+            )
 
 
 def kind_difference(ours: Mapping[str, Any], others: Mapping[str, Any], sides: tuple[str, str]) -> str | None:
@@ -253,7 +251,7 @@ def no_steps(path: Path) -> DatasetError:
     """The error for a dataset without a committed file."""
     return DatasetError(
         f"the dataset at {path} has no steps yet: no file is committed; expected a sink that had fragments, and closed"
-    ).see("dataset")
+    )
 
 
 @contextmanager
@@ -263,7 +261,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises DatasetError where there is one of this name.
     """
     if folder.exists():
-        raise DatasetError(f"{folder} is there already, expected another name").see("dataset")
+        raise DatasetError(f"{folder} is there already, expected another name")
     partial = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

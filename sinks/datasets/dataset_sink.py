@@ -268,7 +268,7 @@ class DatasetSink(ClosedOnExit):
         if not isinstance(metadata, Mapping | None):
             raise ValueError(f"metadata is {shown(metadata)}, expected a dict of values that JSON can hold")
         if not isinstance(rollout, AnyRollout | None):
-            raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a rollout, or None").see("dataset")
+            raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a rollout, or None")
         self._rollout, self._metadata = rollout, dict(metadata or {})
         try:
             json.dumps(self._metadata, allow_nan=False)
@@ -298,10 +298,10 @@ class DatasetSink(ClosedOnExit):
     def __call__(self, fragment: AnyFragment) -> None:
         """Hand a fragment to the thread that writes; waits while `queue_size` others do."""
         if not isinstance(fragment, Fragment | MultiAgentFragment):
-            raise DatasetError(f"a dataset takes fragments, got {type(fragment).__name__}").see("dataset")
+            raise DatasetError(f"a dataset takes fragments, got {type(fragment).__name__}")
         self._raise_failure()
         if self._is_ending or not self._abandon.alive:
-            raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one").see("dataset")
+            raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one")
         if fragment.is_empty:
             return
         make_rows = partial(self._rows_of, fragment, self._runs_of(fragment))
@@ -445,7 +445,7 @@ class DatasetSink(ClosedOnExit):
             raise DatasetError(
                 f"a fragment of {'one agent' if is_one else 'several agents'} does not fit the dataset at "
                 f"{self._folder.path}, expected fragments of one kind"
-            ).see("dataset")
+            )
         if isinstance(fragment, Fragment):
             return {"": self._kind_of(fragment, "")}, self._agents, self._modules
         agents = [agent for part in fragment.parts for agent in part.part.agents]
@@ -470,7 +470,7 @@ class DatasetSink(ClosedOnExit):
             raise DatasetError(
                 f"writing to {self._folder.path} has failed: {self._failure}; {self._steps.lost} steps that were "
                 f"handed over are not in the dataset, {self._steps.committed} are"
-            ).see("dataset") from self._failure
+            ) from self._failure
 
     # Inside: in the thread that writes
 

@@ -224,10 +224,10 @@ class DatasetSource(IterableDataset[Any]):
         """Go on exactly behind the place of a state. Raises DatasetError for a state of another dataset or order."""
         identity = self._identity()
         if not isinstance(state, Mapping) or not state.keys() >= {"pass", *identity}:
-            raise DatasetError(f"the state is {shown(state)}, expected what state_dict() has given").see("dataset")
+            raise DatasetError(f"the state is {shown(state)}, expected what state_dict() has given")
         for name, own in identity.items():
             if state.get(name) != own:
-                raise DatasetError(f"the state has {name}={state.get(name)!r}, expected {own!r}").see("dataset")
+                raise DatasetError(f"the state has {name}={state.get(name)!r}, expected {own!r}")
         self._at = tuple(checked_count(name, state.get(name), 0) for name in _PLACE)
 
     def __repr__(self) -> str:
@@ -285,7 +285,7 @@ class DatasetSource(IterableDataset[Any]):
             raise DatasetError(
                 "the source stands within a pass, and a DataLoader's workers have other shares; expected "
                 "num_workers=0, or a source at the beginning of a pass"
-            ).see("dataset")
+            )
         self._is_in_worker, self._at = True, beginning
 
     def _blocks(self, size: int, *, whole: bool) -> Generator[tuple[_Window, Any, int, list[int]], None, None]:

@@ -75,7 +75,7 @@ class FragmentRows:
                 raise DatasetError(
                     f"{fragment.describe()}: the state before an episode's first step is not recorded, expected "
                     "episodes with their initial_state"
-                ).see("dataset")
+                )
         self.lost: list[str | None] = [None] * len(self.lengths)
         if fragment.custom_data:
             custom = [fragment.custom_data.get(key, {}) for key in zip(*self._keys, strict=True)]
@@ -167,7 +167,7 @@ def checked_id(whose: str, id_: Any) -> str:
 
 def stored_ids(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
     """Text -> id. Raises DatasetError for an id that no dataset can hold, and where two have one text."""
-    return ids_by_text(whose, ids, lambda text: DatasetError(text).see("dataset"), partial(checked_id, whose))
+    return ids_by_text(whose, ids, DatasetError, partial(checked_id, whose))
 
 
 class EnvChunks:

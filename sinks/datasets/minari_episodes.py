@@ -69,7 +69,7 @@ class MinariEpisodes:
         }
         self.num_steps: Ints = np.array([int(each["total_steps"]) for each in records], np.int64)
         if not len(records) or not self.num_steps.all():
-            raise DatasetError(f"{data} has an episode without steps, or no episode, expected steps").see("dataset")
+            raise DatasetError(f"{data} has an episode without steps, or no episode, expected steps")
         self.t_started: Ints = np.zeros(len(records), np.int64)
         self.runs: Ints = np.zeros(len(records), np.int64)
         self.ids: NDArray[np.object_] = np.array([f"episode_{number}" for number in range(len(records))], object)
@@ -104,7 +104,7 @@ class MinariEpisodes:
         )
 
     def _damaged(self, error: Exception) -> DatasetError:
-        return DatasetError(f"minari can't read {self._data}: {type(error).__name__}: {error}").see("dataset")
+        return DatasetError(f"minari can't read {self._data}: {type(error).__name__}: {error}")
 
 
 def write_minari(
@@ -185,5 +185,5 @@ def _import_storage() -> Any:
     except ImportError as error:
         raise DatasetError(
             f"datasets of Minari take the packages minari, h5py and pillow: {error}; pip install 'rollflow[minari]'"
-        ).see("dataset") from None
+        ) from None
     return MinariStorage

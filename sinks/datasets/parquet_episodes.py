@@ -159,7 +159,7 @@ def damaged(path: Any, error: object) -> DatasetError:
     """The error for a file that can't be read as the sink has written it."""
     reason = " ".join(str(error).split())  # some of pyarrow's have several lines
     text = f"{path} can't be read: {reason}; it was truncated or altered, or is of another kind"
-    return DatasetError(text).see("dataset")
+    return DatasetError(text)
 
 
 def read_chunks(

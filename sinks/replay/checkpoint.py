@@ -38,7 +38,7 @@ class CheckpointFolder(LockedFolder):
     path    of the folder, which is made
     """
 
-    description, noun, page, error = MANIFEST, "a replay's checkpoint", "replay", ReplayError
+    description, noun, error = MANIFEST, "a replay's checkpoint", ReplayError
     writer = "another replay, or a replay host,"
     _newest: dict[str, Any] | None = None  # the manifest that was written or read last
 

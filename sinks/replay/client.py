@@ -150,7 +150,7 @@ class _Link:
                 result = results.pop(number)
         assert result is not None
         if result.problem is not None:
-            raise ReplayError(result.problem).see("replay")
+            raise ReplayError(result.problem)
         return result
 
     def _wait(self, patience: WaitReminder, is_there: Callable[[], bool]) -> None:

@@ -122,7 +122,7 @@ class HindsightGoals(ConnectorV2):
             raise ReplayError(
                 f"{self.name}: each item of obs has {frames} observations, by Storage(frames={frames}), but a goal is "
                 "for one; expected Storage(frames=1)"
-            ).see("replay")
+            )
         achieved, desired = obs[ACHIEVED], obs[GOAL]
         kinds = [
             f"{leaf.dtype}{list(leaf.shape[1:])}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
@@ -148,7 +148,7 @@ def check_order(pieces: Sequence[ConnectorV2]) -> None:
             raise ReplayError(
                 f"{piece.name} takes what it changes from the replay, but {before.name} stands before it; expected "
                 "pieces=[HindsightGoals(...), SampledNStepReturns(...), ...], as far as they are there, in this order"
-            ).see("replay")
+            )
 
 
 def sampled_steps(name: str, episodes: Any) -> SampledSteps:
@@ -156,7 +156,7 @@ def sampled_steps(name: str, episodes: Any) -> SampledSteps:
     if not isinstance(episodes, SampledSteps):
         raise ReplayError(
             f"{name} got {type(episodes).__name__}, expected what a replay has sampled: Replay(pieces=[{name}(...)])"
-        ).see("replay")
+        )
     if episodes.is_padding is not None:
         raise ReplayError(f"{name} works on single steps, but the sampler draws sequences; expected Uniform() or such")
     return episodes

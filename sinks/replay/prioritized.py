@@ -165,7 +165,7 @@ class Prioritized(Sampler):
 
     def set_state(self, state: dict[str, Any]) -> None:
         if (alpha := state["alpha"]) != self.alpha:
-            raise ReplayError(f"the state is of a sampler with alpha={alpha}, expected {self.alpha}").see("replay")
+            raise ReplayError(f"the state is of a sampler with alpha={alpha}, expected {self.alpha}")
         self._largest, self.beta = state["largest"], state["beta"]
         if state["values"] is not None:
             self._sums.set(np.arange(len(state["values"])), state["values"])

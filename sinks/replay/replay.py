@@ -196,7 +196,7 @@ class Replay:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")
         if rate is not None and rate.min_size > capacity:
             text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
-            raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
+            raise ReplayError(f"{text}expected a min_size below the capacity")
         _check_max_samples(max_samples, self.sampler, rate)
         self._rate, self._max_samples = rate, max_samples
         self._seed = seed
@@ -280,7 +280,7 @@ class Replay:
         """
         if self._rate is None:
             text = "batches() ends when the rate lets no more be sampled; expected Replay(rate=...), or sample()"
-            raise ReplayError(text).see("replay")
+            raise ReplayError(text)
         while self.may_sample(count):
             yield self.sample(count)
 
@@ -377,7 +377,7 @@ class Replay:
             if (found := state.get(name)) != own:
                 if name == "sampler":
                     found, own = found or "<one without a state>", own or "one without a state, such as the default"
-                raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
+                raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}")
         with self._lock:
             try:
                 self._tables = self._restored(dict(state["tables"]))
@@ -385,7 +385,7 @@ class Replay:
                 raise
             except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
                 text = f"the state can't be taken: {error!r}; expected get_state() of a replay with the same arguments"
-                raise ReplayError(text).see("replay") from error
+                raise ReplayError(text) from error
             self._folder = None
             self.turns.notify()
 
@@ -420,7 +420,7 @@ class Replay:
         tables = self._tables if None in states else self._tables_of(states)
         if None in states and (None not in tables or len(states) > 1):
             text = "the replay has steps of several agents, got the state of one; expected that of several"
-            raise ReplayError(f"{text}, or a new Replay").see("replay")
+            raise ReplayError(f"{text}, or a new Replay")
         for each, of_table in states.items():
             tables[each].set_state(of_table)
         return tables
@@ -432,7 +432,7 @@ class Replay:
             table = None
         if table is None:
             text = f"there are no steps of module {module_id!r}, expected module_id to be one of {self.module_ids}"
-            raise ReplayError(text).see("replay")
+            raise ReplayError(text)
         return table
 
     def _tables_of(self, module_ids: Iterable[Any], others: Iterable[Any] = ()) -> dict[Any, ReplayTable]:
@@ -443,7 +443,7 @@ class Replay:
         The text of an id tells the module's file and its seed from those of the others.
         """
         module_ids = list(dict.fromkeys(module_ids))
-        ids_by_text("module", [*others, *module_ids], lambda text: ReplayError(text).see("replay"))
+        ids_by_text("module", [*others, *module_ids], ReplayError)
         tables: dict[Any, ReplayTable] = {}
         for module_id in module_ids:
             text, storage, seed = str(module_id), self._storage, self._seed
@@ -467,12 +467,12 @@ class Replay:
         """The parts of a fragment by table, whose sizes the rates take note of; samples that wait look again."""
         if isinstance(fragment, Fragment):
             if None not in self._tables:
-                raise ReplayError("the replay has steps of several agents, got a fragment of one").see("replay")
+                raise ReplayError("the replay has steps of several agents, got a fragment of one")
             parts = [(self._tables[None], fragment)] if fragment.num_steps else []
         elif isinstance(fragment, MultiAgentFragment):
             parts = self._parts_of(fragment)
         else:
-            raise ReplayError(f"a replay takes fragments, got {type(fragment).__name__}").see("replay")
+            raise ReplayError(f"a replay takes fragments, got {type(fragment).__name__}")
         if any([table.announce(part.num_steps) for table, part in parts]):
             self.turns.notify()
         return parts
@@ -481,7 +481,7 @@ class Replay:
         """The steps of each module, and its table, which is made if there is none."""
         if None in self._tables:
             if self._tables[None].rows.inserted:
-                raise ReplayError("the replay has steps of one agent, got a fragment of several").see("replay")
+                raise ReplayError("the replay has steps of one agent, got a fragment of several")
         parts = fragment.by_module()
         tables = {} if None in self._tables else self._tables
         new = [each for each in parts if each not in tables]
@@ -505,11 +505,9 @@ def _held_back(
     """The error of a side that the rate of these tables, by module, holds back, after so many seconds of waiting."""
     awaited = {table.sampler.waits_for(table.rows) for table in tables.values() if table.rows.num_live} - {""}
     if side == "sample" and awaited:
-        return ReplayError(f"the replay has no {awaited.pop()} yet, expected more inserts before a sample").see(
-            "replay"
-        )
+        return ReplayError(f"the replay has no {awaited.pop()} yet, expected more inserts before a sample")
     if rate is None:
-        return ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
+        return ReplayError("the replay has no steps, expected an insert before the first sample")
     held = [
         f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
         + (f" of module {module_id!r}" if module_id is not None else "")
@@ -518,7 +516,7 @@ def _held_back(
     other = "sample" if side == "insert" else "insert"
     more = f"in {wait_s:g} s no other thread did" if wait_s else "or give wait_s where another thread does"
     text = f"the rate holds this {side} back: {'; '.join(held)}, at {rate}; {other} more first, {more}"
-    return ReplayError(text).see("replay")
+    return ReplayError(text)
 
 
 def _admit(parts: Parts) -> bool:
@@ -532,12 +530,12 @@ def _check_max_samples(max_samples: int | None, sampler: Sampler, rate: SamplesP
         raise ReplayError(
             "max_samples removes single steps, which Sequences would draw again beside others; expected another "
             "sampler, or no max_samples"
-        ).see("replay")
+        )
     if max_samples is not None and rate is not None and max_samples < rate.ratio:
         raise ReplayError(
             f"max_samples={max_samples} removes steps before they have been sampled {rate.ratio:g} times, as the rate "
             f"asks; expected max_samples={int(np.ceil(rate.ratio))} at least, or a lower ratio"
-        ).see("replay")
+        )
 
 
 def _check_parts(sampler: Any, rate: Any, pieces: Sequence[Any], storage: Any) -> None:
@@ -550,11 +548,11 @@ def _check_parts(sampler: Any, rate: Any, pieces: Sequence[Any], storage: Any) -
     ]
     for name, given, kind, text in expected:
         if not isinstance(given, kind):
-            raise ReplayError(f"{name} is {shown(given)}, expected {text}").see("replay")
+            raise ReplayError(f"{name} is {shown(given)}, expected {text}")
     for piece in pieces:
         if piece.lookback:
             raise ReplayError(
                 f"{piece.name} looks back {piece.lookback} steps, which a replay's samples do not show; expected "
                 f"Storage(frames={piece.lookback + 1}) for stacks of observations, or the piece before a learner"
-            ).see("replay")
+            )
     check_order(pieces)

@@ -144,7 +144,7 @@ class ReplayTable:
                 f"min_size is {rate.min_size}, but all {rows.num_rows} rows are taken with {kept} steps in them, the "
                 "others by last observations of episodes: nothing could ever be sampled; expected a smaller min_size, "
                 "or a larger capacity"
-            ).see("replay")
+            )
 
     # Checkpoints
 

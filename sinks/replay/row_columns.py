@@ -96,7 +96,7 @@ class RowColumns:
                 raise ReplayError(
                     f"column '{name}': the replay holds {own}, the fragment has {other}; expected fragments of one "
                     "kind: one replay for each kind of environment and module"
-                ).see("replay")
+                )
 
     def write(self, begin: int, order: Ints, columns: Mapping[str, Tree]) -> None:
         """Write rows from position `begin` on: those of a fragment's columns, any[rows, N, ...], that `order` names.
@@ -177,10 +177,10 @@ def _mapped(path: str | os.PathLike[str], size: int) -> NDArray[np.uint8]:
             return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     except FileExistsError:
         text = f"Storage(path={os.fspath(path)!r}): a file is there already, expected a path where nothing is"
-        raise ReplayError(text).see("replay") from None
+        raise ReplayError(text) from None
     except OSError as error:
         text = f"Storage(path={os.fspath(path)!r}): a file of {size:,} bytes can't be made: {error.strerror}"
-        raise ReplayError(text).see("replay") from error
+        raise ReplayError(text) from error
 
 
 def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tree]:
@@ -201,7 +201,7 @@ def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tre
             raise ReplayError(
                 "the fragment has no step before its first ones, whose states are to be kept; expected a lookback of 1 "
                 "or more: DatasetSource(path, lookback=1)"
-            ).see("replay")
+            )
         columns[Columns.STATE_IN] = _states_before(columns.pop(Columns.STATE_OUT), fragment)
     return columns
 
@@ -226,7 +226,7 @@ def _states_before(states: Tree, fragment: Fragment) -> Tree:
         raise ReplayError(
             "the fragment does not record the state before its episodes' first steps, expected episodes with their "
             "initial_state"
-        ).see("replay")
+        )
 
     def shifted(leaf: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
         moved = np.zeros_like(leaf)

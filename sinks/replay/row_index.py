@@ -303,7 +303,7 @@ class RowIndex:
             raise ReplayError(
                 f"a fragment takes {total} rows, but the replay has {self.num_rows}: expected a capacity of several "
                 "fragments; raise capacity, or lower fragment_length"
-            ).see("replay")
+            )
         return Room(lane, chunks, opened, before, freed, alone, sizes)
 
     def num_steps_with(self, room: Room) -> int:

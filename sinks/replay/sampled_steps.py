@@ -51,14 +51,14 @@ class RowGoals(NamedTuple):
             raise ReplayError(
                 f"{self.piece.name}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
                 f"{list(self.goals.shape)}; expected [{rows}], one for each row"
-            ).see("replay")
+            )
         is_number = np.can_cast(values.dtype, dtype, "same_kind")
         with np.errstate(over="ignore"):
             computed = values.reshape(rows).astype(dtype) if is_number else None
         if computed is None or not np.isfinite(computed).all():
             gave = f"{values.dtype}{' that is not finite' if is_number else ''}"
             wanted = "bool" if dtype is np.bool_ else "finite float32"
-            raise ReplayError(f"{self.piece.name}: {name} gave {gave}, expected a {wanted} for each row").see("replay")
+            raise ReplayError(f"{self.piece.name}: {name} gave {gave}, expected a {wanted} for each row")
         return computed
 
 
@@ -96,7 +96,7 @@ class SampledSteps:
         raise ReplayError(
             "a piece of a replay gets sampled steps in the place of episodes, and can't go through them; expected one "
             "for replays, such as SampledNStepReturns in the place of NStepReturns"
-        ).see("replay")
+        )
 
     def read(self, name: str, positions: Ints) -> Tree:
         """A column at positions of any shape: a tree of new arrays any[*positions.shape, ...]."""
@@ -188,8 +188,7 @@ def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:
         return
     size = sum(getattr(leaf, "nbytes", 0) for tree in batch.values() for leaf in leaves_of(tree))
     if size > max_bytes:
-        text = f"the batch has {size:,} bytes, expected at most {max_bytes:,}: ask for fewer rows"
-        raise ReplayError(text).see("replay")
+        raise ReplayError(f"the batch has {size:,} bytes, expected at most {max_bytes:,}: ask for fewer rows")
 
 
 def detached(values: Any) -> NDArray[Any]:

@@ -92,7 +92,7 @@ class Sampler(abc.ABC):
         if not able:
             raise ReplayError(
                 f"{type(self).__name__} has no priorities to be updated; expected Replay(sampler=Prioritized())"
-            ).see("replay")
+            )
         for part in able:
             part.update_priorities(rows, ids, values)
 
@@ -214,7 +214,7 @@ class Episodes(Sampler):
         if not len(firsts):
             raise ReplayError(
                 "no episode that has ended is there as a whole: expected a larger min_size, or a larger capacity"
-            ).see("replay")
+            )
         chosen = generator.integers(len(firsts), size=count)
         positions = rows.forward(firsts[chosen], int(lengths[chosen].max()))
         return Draw(positions, positions[:, 0], None, positions >= 0)
@@ -243,7 +243,7 @@ def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:
         drawn = draw(self, rows, count, generator)
         name = f"{type(self).__name__}.draw"
         if not isinstance(drawn, Draw):
-            raise ReplayError(f"{name} has returned {shown(drawn)}, expected a Draw(positions, ids)").see("replay")
+            raise ReplayError(f"{name} has returned {shown(drawn)}, expected a Draw(positions, ids)")
         for field in ("positions", "ids"):
             if not isinstance(each := getattr(drawn, field), np.ndarray) or each.dtype != np.int64 or not len(each):
                 raise ReplayError(f"{name} has {field} {shown(each)}, expected an array i64[B, ...], not empty")
@@ -254,7 +254,7 @@ def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:
             raise ReplayError(
                 f"{name} has drawn position {wrong[0]}, which holds no step that may be sampled; expected those that "
                 "rows.is_kept(positions) is True for"
-            ).see("replay")
+            )
         return drawn
 
     return checked

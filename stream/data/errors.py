@@ -145,9 +145,17 @@ class StallError(RunError):
 class ReplayError(RollflowError, ValueError):
     """Raised when a replay can't hold what it is given, or can't be sampled as asked."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.see("replay")
+
 
 class DatasetError(RollflowError, ValueError):
     """Raised when a dataset can't be written or read, or is of another kind than what is written to it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.see("dataset")
 
 
 class MetricsError(RollflowError, ValueError):
