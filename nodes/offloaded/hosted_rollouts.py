@@ -110,10 +110,6 @@ class HostedLane(RemoteLane):
         self.made = self.reported
         return lost
 
-    def lose_idle(self) -> int:
-        """Nothing is lost with a lane whose host left between two turns."""
-        return 0
-
 
 class HostRollouts(HostedNode, OffloadedRollouts):
     """A node that has each lane's rollout done on another host: takes turns, gives fragments. See `HostedNode`.

@@ -45,6 +45,10 @@ class TurnToken:
         """Let go of the fragment: no more turns are taken."""
         self.fragment = None
 
+    def lose(self, reason: str, *, is_under_way: bool) -> int:
+        """Lose nothing: where a lane is lost between two turns, its rollout has told of all that it made."""
+        return 0
+
     def cut(self) -> Fragment | MultiAgentFragment:
         """The fragment that it came back with."""
         assert self.fragment is not None

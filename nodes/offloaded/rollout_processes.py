@@ -185,10 +185,6 @@ class RolloutLink(LaneLink):
         self.forget_progress()  # also of one that dies between two turns: it has told of all that it made
         return lost
 
-    def lose_idle(self) -> int:
-        """Nothing is lost with a lane that was lost between two turns."""
-        return 0
-
     @property
     def doing(self) -> Wait:
         """What the worker is at right now: a call of one of its stages, or its environments' first reset."""

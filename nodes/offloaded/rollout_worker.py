@@ -101,11 +101,10 @@ class RolloutServer(LaneServer):
             report = self._rollout.report()
         except Exception as refusal:
             return failure(refusal, is_refusal=True)
-        if error is None:
-            self._send_fragment(fragment, report)
-            return b""
-        self._send_fragment(fragment, report | {"failure": RaisedError.of(error)._asdict(), "lost_steps": lost})
-        self._rollout = None
+        if error is not None:
+            report |= {"failure": RaisedError.of(error)._asdict(), "lost_steps": lost}
+            self._rollout = None
+        self._send_fragment(fragment, report)
         return b""
 
     def _close(self) -> None:

@@ -47,12 +47,13 @@ class LaneClosed(BaseException):
 class LaneServer:
     """Serves one lane's socket until it is closed: makes its environments, of one agent or several, and steps them.
 
-    sock    also what the lane is registered by in a selector
+    sock     also what the lane is registered by in a selector
+    phase    says, where others can see it, what the lane is at
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._phase = ActivityFlag()
+        self.phase = ActivityFlag()
         self._env: Any = None
         self._has_several = False
         self._seeds: Sequence[int] = ()
@@ -70,10 +71,6 @@ class LaneServer:
                 raise
             return False
         return True
-
-    def mark_work(self, *, is_begun: bool) -> None:
-        """Say, where others can see it, that a frame's work begins, or has ended."""
-        self._phase.set_at_work(is_begun)
 
     # Inside
 
@@ -106,7 +103,7 @@ class LaneServer:
         self._has_several = isinstance(self._env, LaneEnvs)
         if self._has_several:
             self._infos = InfoCodec(self._env.possible_agents, maker.first_env)
-        self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
+        self.phase.set_blended(not self._env.tell_resets(self.phase.turn))
         return frame_with(FrameKind.READY, self._description())
 
     def _description(self) -> bytes:
@@ -166,8 +163,8 @@ class LaneServer:
 
     def _answer(self, asked: Frame) -> None:
         if asked.kind is FrameKind.PHASE:
-            self._phase = ActivityFlag(SharedBlock(asked.number, asked.fd).taken().view(np.int64))
-            self._phase.set_thread(threading.get_native_id())
+            self.phase = ActivityFlag(SharedBlock(asked.number, asked.fd).taken().view(np.int64))
+            self.phase.set_thread(threading.get_native_id())
             return
         try:
             answer = self._do(asked)
@@ -252,7 +249,7 @@ def _take_turns(servers: Sequence[LaneServer]) -> None:
         while selector.get_map():
             for key, _ in selector.select():
                 served: LaneServer = key.data
-                served.mark_work(is_begun=True)
+                served.phase.set_at_work(True)
                 if not served.serve_next():
                     selector.unregister(key.fileobj)
-                served.mark_work(is_begun=False)
+                served.phase.set_at_work(False)

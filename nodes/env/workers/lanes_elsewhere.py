@@ -42,6 +42,14 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
         with closing_on_error(self._end):
             super(LaneSupervisor, self).__init__(env, **options)
 
+    def start(self) -> Iterator[Any]:
+        """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
+        for remote, lane in zip(self.remotes, self.begin_lanes(), strict=True):
+            remote.lane = lane
+            self.wait_for(remote)
+            self._go_on(remote)
+        return iter(())
+
     def hand_over(self, lane: L) -> L | None:
         """Have a lane's environments stepped with the actions that it brings: it comes back by `completed`."""
         remote = self.remotes[lane.index]
@@ -159,7 +167,7 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
         """Have a lane that is ready do what it was handed over for."""
 
     def _go_on(self, remote: Any) -> None:
-        """Have a lane that was lost, and has been handed over since, begin anew as soon as it can."""
+        """Have a lane that is waited for begin, or begin anew, as soon as it can."""
 
     def _set_out(self, remote: Any) -> Iterator[Any]:
         """Have a lost lane begin anew: the lane, where it comes back at once."""

@@ -60,14 +60,6 @@ class ThreadNode(LanesElsewhere):
             self.remotes.append(remote)
         return made
 
-    def start(self) -> Iterator[Any]:
-        """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
-        for remote, lane in zip(self.remotes, self.begin_lanes(), strict=True):
-            remote.lane = lane
-            self.wait_for(remote)
-            self._put(remote, LanePhase.RESETTING, self.reset_lane)
-        return iter(())
-
     def fileno(self) -> int:
         """Can be read once a lane is completed."""
         return self._bell.fileno()
@@ -95,6 +87,9 @@ class ThreadNode(LanesElsewhere):
 
     def ask(self, remote: ThreadLane) -> None:
         self._put(remote, LanePhase.STEPPING, self.step_lane)
+
+    def _go_on(self, remote: ThreadLane) -> None:
+        self._put(remote, LanePhase.RESETTING, self.reset_lane)
 
     def _heard(self) -> Iterator[Any]:
         self._bell.silence()

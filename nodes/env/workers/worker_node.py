@@ -32,7 +32,6 @@ from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
 from rollflow.stream.net.descriptor_transport import Descriptor
-from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)
@@ -292,18 +291,6 @@ class WorkerNode(LanesElsewhere):
             self._start_process(worker)
         return [stand_in_for(self._first_answer(link)) for link in self.remotes]
 
-    def start(self) -> Iterator[Any]:
-        """Have the environments of every lane reset, all at a time; the lanes come by `completed`.
-
-        Raises RunError a second time.
-        """
-        self._begin()
-        for link, lane in zip(self.remotes, self.lanes, strict=True):
-            link.lane = lane
-            self.wait_for(link)
-            self._go_on(link)
-        return iter(())
-
     def fileno(self) -> int:
         """A descriptor that can be read once a worker has something to say."""
         return self._selector.fileno()
@@ -383,7 +370,7 @@ class WorkerNode(LanesElsewhere):
             age_s=doing.age_s or age_s,
             where=f"lane {remote.index}, worker {self._workers.index(worker)}, {pid}",
             remedy="" if doing.kind == "lost" else remedy,
-            stack=partial(_stack_of, process, remote.activity.thread),
+            stack=tuple if process is None else partial(process.stack_of, remote.activity.thread),
         )
 
     def _end(self) -> None:
@@ -511,13 +498,6 @@ class WorkerNode(LanesElsewhere):
                     raise refusal(RaisedError.in_fields(description), link)
                 link.phase = LanePhase.MADE
                 return description
-
-
-def _stack_of(process: WorkerProcess | None, thread: int) -> tuple[StackFrame, ...]:
-    """The stack of a worker's thread, by its native id; empty where it can't say."""
-    if process is None or not thread or process.is_stopped:
-        return ()
-    return process.stack_of(thread)
 
 
 def _end(workers: Sequence[Worker], selector: selectors.BaseSelector) -> None:

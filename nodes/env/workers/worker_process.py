@@ -171,10 +171,12 @@ class WorkerProcess:
         self._let_go()
 
     def stack_of(self, thread: int) -> tuple[StackFrame, ...]:
-        """The stack of one of its threads, by the native id; empty: it did not answer. From any thread.
+        """The stack of one of its threads, by the native id; empty: it is stopped, or did not answer. From any thread.
 
-        To be called only once it runs: a signal that comes before would end it.
+        thread    0: it has none yet; a signal that comes before it runs would end it
         """
+        if not thread or self.is_stopped:
+            return ()
         try:
             return stack_in_dump(thread_dump(self.pid, thread, self._stacks.fileno(), is_emptied=True))
         except (OSError, ValueError):  # it has ended, or is let go
@@ -434,11 +436,9 @@ def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
 
 
 def _pidfd_of(pid: int) -> int:
-    if not hasattr(os, "pidfd_open"):
-        return -1
     try:
         return os.pidfd_open(pid)
-    except OSError:  # some sandboxes don't know it
+    except (AttributeError, OSError):  # other systems have none, and some sandboxes don't know it
         return -1
 
 
