@@ -164,14 +164,9 @@ class LookbackBuffer:
         """
         if one_hot_discrete and self.space is None:
             raise ValueError(f"one_hot_discrete on '{self.name}' needs a space, but the episode was given none")
-        if indices is None:
-            return self._several(range(self.lookback, self.total()), fill, one_hot_discrete)
         if isinstance(indices, int | np.integer):
             return self._one(int(indices), neg_index_as_lookback, fill, one_hot_discrete)
-        if isinstance(indices, slice):
-            positions: Sequence[int] = self._slice_positions(indices, neg_index_as_lookback, fills=fill is not None)
-        else:
-            positions = self._list_positions(indices, neg_index_as_lookback, fills=fill is not None)
+        positions = self._positions(indices, neg_index_as_lookback, fills=fill is not None)
         if fill is not None and self.cut_away and len(positions):
             self._warn_of_cut(min(positions))
         return self._several(positions, fill, one_hot_discrete)
@@ -208,14 +203,9 @@ class LookbackBuffer:
         an item that does not fit. Then nothing is replaced.
         """
         if isinstance(at_indices, int | np.integer):
-            self.write(self._list_positions([at_indices], neg_index_as_lookback)[0], new_data)
+            self.write(self._positions([at_indices], neg_index_as_lookback)[0], new_data)
             return
-        if at_indices is None:
-            positions: Sequence[int] = range(self.lookback, self.total())
-        elif isinstance(at_indices, slice):
-            positions = self._slice_positions(at_indices, neg_index_as_lookback)
-        else:
-            positions = self._list_positions(at_indices, neg_index_as_lookback)
+        positions = self._positions(at_indices, neg_index_as_lookback)
         count = len(new_data) if isinstance(new_data, list) else count_of(new_data, self.name)
         if count != len(positions):
             raise EpisodeIndexError(
@@ -253,8 +243,17 @@ class LookbackBuffer:
         self._warn_of_cut(position)
         return self._filler(fill, one_hot_discrete)
 
-    def _list_positions(self, indices: Iterable[Any], neg_index_as_lookback: bool, fills: bool = False) -> list[int]:
-        """The position of each index; without `fills`, an index outside raises EpisodeIndexError."""
+    def _positions(
+        self, indices: slice | Iterable[Any] | None, neg_index_as_lookback: bool, fills: bool = False
+    ) -> Sequence[int]:
+        """The positions of a slice, or of each index; None: those of the current items.
+
+        Without `fills` an index outside raises EpisodeIndexError, and a slice leaves what is outside out.
+        """
+        if indices is None:
+            return range(self.lookback, self.total())
+        if isinstance(indices, slice):
+            return self._slice_positions(indices, neg_index_as_lookback, fills)
         lookback, total = self.lookback, self.total()
         positions = []
         for index in _numbers(indices, self.name):

@@ -621,22 +621,19 @@ def outputs_joined(head: "SingleAgentEpisode", tail: "SingleAgentEpisode") -> di
 
     Raises EpisodeError where the keys differ, ColumnError where `head` has arrays that the data of `tail` do not fit.
     """
+    mine, theirs = head.extra_model_outputs, tail.extra_model_outputs
     if not tail.rewards.total():
-        return head.extra_model_outputs
+        return mine
     if not head.rewards.total():
-        outputs = {
-            key: joined(LookbackBuffer([], name=key), buffer) for key, buffer in tail.extra_model_outputs.items()
-        }
-        if head.rewards.is_numpy:
-            for buffer in outputs.values():
-                buffer.to_numpy()
-        return outputs
-    if tail.extra_model_outputs.keys() != head.extra_model_outputs.keys():
+        mine = {key: LookbackBuffer([], name=key) for key in theirs}
+    if theirs.keys() != mine.keys():
         raise EpisodeError(
-            f"episode '{head.id_}': the chunk to join has extra outputs {sorted(tail.extra_model_outputs)}, "
-            f"expected {sorted(head.extra_model_outputs)}"
+            f"episode '{head.id_}': the chunk to join has extra outputs {sorted(theirs)}, expected {sorted(mine)}"
         )
-    return {key: joined(mine, tail.extra_model_outputs[key]) for key, mine in head.extra_model_outputs.items()}
+    outputs = {key: joined(buffer, theirs[key]) for key, buffer in mine.items()}
+    for buffer in outputs.values() if head.rewards.is_numpy else ():
+        buffer.to_numpy()  # which the first items of an output are not yet
+    return outputs
 
 
 def state_of(buffer: LookbackBuffer) -> dict[str, Any]:
