@@ -33,12 +33,18 @@ def listening_host(tmp_path: Path, **options: Any) -> Iterator[str]:
         yield address
 
 
+def served(address: str) -> tuple[RawGateway, wire.GatewaySession]:
+    """A gateway that has taken the host in and has had the answer to a reset, so that it is no stranger any more."""
+    gateway = RawGateway(address)
+    session = gateway.welcome()
+    assert gateway.ask(wire.Reset(0, 1, (1,), None)).number == 1
+    return gateway, session
+
+
 def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.env.remote.host._MOST_STRANGERS", 2)
     with listening_host(tmp_path) as address:
-        gateway = RawGateway(address)
-        gateway.welcome()
-        assert isinstance(gateway.ask(wire.Reset(0, 1, (1,), None)), wire.Rows)  # so that it is no stranger any more
+        gateway, _ = served(address)
         strangers = []
         for _ in range(3):
             strangers.append(RawGateway(address))
@@ -75,9 +81,7 @@ def test_the_newer_connection_of_a_gateway_takes_the_place_of_the_older(
 ) -> None:
     caplog.set_level(logging.INFO)
     with listening_host(tmp_path) as address:
-        older = RawGateway(address)
-        session = older.welcome()
-        older.ask(wire.Reset(0, 1, (1,), None))
+        older, session = served(address)
         older.connection.ask(wire.Step(0, 2, ACTIONS))  # which is never sent
         newer = RawGateway(address)
         assert newer.hello().busy
@@ -95,9 +99,7 @@ def test_a_host_that_is_told_to_end_at_once_does_not_wait_for_its_goodbye_to_be_
     with EnvHost(makers(0)) as host, host.listening(address):
         thread = threading.Thread(target=host.serve)
         thread.start()
-        gateway = RawGateway(address)
-        gateway.welcome()
-        gateway.ask(wire.Reset(0, 1, (1,), None))
+        gateway, _ = served(address)
         host.drain(60 * LONGEST_S)
         assert gateway.next_of(wire.Goodbye).drained
         try:
@@ -128,9 +130,7 @@ def test_a_gateway_that_is_gone_makes_room_at_once(tmp_path: Path) -> None:
 )
 def test_what_a_stranger_says_changes_nothing(said: list[bytes], tmp_path: Path) -> None:
     with listening_host(tmp_path) as address:
-        gateway = RawGateway(address)
-        session = gateway.welcome()
-        gateway.ask(wire.Reset(0, 1, (1,), None))
+        gateway, session = served(address)
         stranger = RawGateway(address)
         stranger.sock.sendall(b"".join(said))
         while stranger.sock.recv(1 << 16):
@@ -147,9 +147,7 @@ def test_what_a_stranger_says_changes_nothing(said: list[bytes], tmp_path: Path)
 
 def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path) -> None:
     with listening_host(tmp_path) as address:
-        gateway = RawGateway(address)
-        gateway.welcome()
-        gateway.ask(wire.Reset(0, 1, (1,), None))
+        gateway, _ = served(address)
         early = RawGateway(address)
         offered = early.hello().session
         gateway.end()
