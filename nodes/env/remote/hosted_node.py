@@ -388,6 +388,9 @@ class HostedNode(LanesElsewhere):
         yield from super()._leave(remote)
 
     def _end_waiting(self, remote: RemoteLane) -> None:
+        if remote.phase is LanePhase.RESETTING and remote.host.lost_at is None:  # nothing is lost with it
+            super()._end_waiting(remote)
+            return
         why = "it made no step" if remote.host.lost_at is None else "no host"
         self._give_up_loudly(remote, f"the rollout ended: {remote.reason or why}")
 

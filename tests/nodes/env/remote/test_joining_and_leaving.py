@@ -6,11 +6,13 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import pytest
+from held_envs import Held, await_held, let_go
 from leftovers import nothing_left
 from paced_hosts import PacedHosts
 from remote_agents import ONE, SEVERAL, Kind
@@ -56,6 +58,21 @@ def test_a_drained_rollout_waits_for_no_host_that_is_frozen(caplog: pytest.LogCa
     assert f"lane 0 is lost: {why}" in caplog.text
     assert error is not None
     assert error.text == f"lane 0: {why}"
+
+
+def test_a_lane_that_resets_when_the_rollout_is_drained_is_not_told_as_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])]):
+        try:
+            with rollout_over(envs) as rollout:
+                await_held(tmp_path, 0)
+                rollout.drain()
+                assert list(rollout.fragments()) == []
+        finally:
+            let_go(tmp_path, 0)
+    assert "lost" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [EnvHost, RolloutHost])
