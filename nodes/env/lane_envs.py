@@ -23,7 +23,7 @@ from rollflow.nodes.env.multi_agent_env import (
     agent_spaces,
     agents_of,
 )
-from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationRows, checks_of, number_of
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationRows, checks_of, rewards_of
 from rollflow.nodes.env.stepping import Turn, close_failed, nothing
 from rollflow.stream.data.closing import Closing, close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, located, noted, shown
@@ -618,30 +618,16 @@ def _ascending(numbers: list[int], items: list[Tree]) -> tuple[NDArray[np.int64]
 
 def _numbers(rewards: list[Any], rewarded: list[int], slots: AgentNumbers) -> NDArray[np.float32]:
     """The rewards as an array. Raises EnvError for one that is no finite number."""
-    values = _as_float32(rewards) if rewards else np.zeros(0, np.float32)
-    # A sum of float32 can't grow beyond float64: it is finite where all are.
-    if values is None or not np.isfinite(np.add.reduce(values, dtype=np.float64)):
-        floats = [number_of(reward) for reward in rewards]
-        for number, reward, value in zip(rewarded, rewards, floats, strict=True):
-            if value is None:
-                raise EnvError(f"{slots.named(number)}: its reward is {shown(reward)}, expected a number")
-            with np.errstate(over="ignore"):
-                if not np.isfinite(np.float32(value)):
-                    raise EnvError(f"{slots.named(number)}: its reward is {shown(reward)}, expected a finite float32")
-        values = np.array(floats, np.float32)
-    return values
-
-
-def _as_float32(numbers: list[Any]) -> NDArray[np.float32] | None:
-    """Numbers as an array f32[R]; None if one of them is no plain number."""
-    try:
-        values = np.array(numbers)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    if values.ndim > 1 or not np.can_cast(values.dtype, np.float32, "same_kind"):
-        return None
+    numbers = rewards_of(rewards, lambda place: slots.named(rewarded[place]))
     with np.errstate(over="ignore"):
-        return values.astype(np.float32)
+        values: NDArray[np.float32] = numbers.astype(np.float32)
+    # A sum of float32 can't grow beyond float64: it is finite where all are.
+    if not np.isfinite(np.add.reduce(values, dtype=np.float64)):
+        place = int(np.argmin(np.isfinite(values)))
+        raise EnvError(
+            f"{slots.named(rewarded[place])}: its reward is {shown(rewards[place])}, expected a finite float32"
+        )
+    return values
 
 
 def _checked_infos(

@@ -104,13 +104,10 @@ class LaneCheck:
         self._check, self._deviations = ObservationCheck(space, deviations), deviations
         self._where, self.is_by_items = where, is_by_items
 
-    def reset(self, observations: Tree) -> None:
-        """Check the first observations, a tree of arrays any[N, ...]."""
-        self._rows(observations, "the first reset")
-
-    def step(self, observations: Tree, vector_step: int) -> None:
-        """Check the observations of a vector step, a tree of arrays any[N, ...]; steps are counted from 0."""
-        self._rows(observations, f"vector step {vector_step}")
+    def rows(self, observations: Tree, step: int | None = None) -> None:
+        """Check the first observations, or those of a vector step, counted from 0: a tree of arrays any[N, ...]."""
+        when = "the first reset" if step is None else f"vector step {step}"
+        self._check.rows(observations, lambda slot: f"{self._where}slot {slot}, {when}", dtypes=not self.is_by_items)
 
     def item(self, slot: int, answer: tuple[Any, ...], name: str) -> None:
         """Check what one slot's `step` or `reset` gave, and name which of them it was.
@@ -127,9 +124,6 @@ class LaneCheck:
             self._deviations.add("info", f"{where}: info is None, expected a dict: it is recorded as an empty one")
         elif len(answer) in (2, 5):
             info_given(answer[-1], where)
-
-    def _rows(self, observations: Tree, when: str) -> None:
-        self._check.rows(observations, lambda slot: f"{self._where}slot {slot}, {when}", dtypes=not self.is_by_items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,8 +324,8 @@ def _rows(values: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -
     return rows.astype(dtype, copy=False)
 
 
-def rewards_of(rewards: Sequence[Any]) -> NDArray[Any]:
-    """The rewards of all slots as an array number[N]. Raises EnvError, with the slot, where one is no number."""
+def rewards_of(rewards: Sequence[Any], named: Callable[[int], str] = "slot {}".format) -> NDArray[Any]:
+    """The rewards of all slots as an array number[N]. Raises EnvError, with the slot's name, where one is no number."""
     try:
         array = np.array(rewards)
         if array.ndim == 1 and array.dtype.kind in "fiub":
@@ -341,7 +335,7 @@ def rewards_of(rewards: Sequence[Any]) -> NDArray[Any]:
     values = [number_of(reward) for reward in rewards]
     if None in values:
         slot = values.index(None)
-        raise EnvError(f"slot {slot}: its reward is {shown(rewards[slot])}, expected one number").see("flags")
+        raise EnvError(f"{named(slot)}: its reward is {shown(rewards[slot])}, expected one number").see("flags")
     return np.array(values, np.float64)
 
 

@@ -109,7 +109,7 @@ class LaneVectorEnv:
             observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.item)
         else:
             observations, infos = reset_with(self.env, seeds, options)
-        self._check.reset(observations)
+        self._check.rows(observations)
         return observations, infos
 
     def step(self, actions: Tree) -> Stepped:
@@ -122,7 +122,7 @@ class LaneVectorEnv:
                 error.add_note(_STEP_GIVES)
             raise
         if self._steps_made in CHECKED_STEPS:
-            self._check.step(stepped[0], self._steps_made)
+            self._check.rows(stepped[0], self._steps_made)
         self._steps_made += 1
         return stepped
 

@@ -30,12 +30,12 @@ class RemoteEnvironments(HostedNode, Environments):
         return Step(lane.index, number, actions_of(lane))
 
     def _record_first(self, lane: Lane, answer: Rows) -> None:
-        self._check_of(lane).reset(answer.obs)
+        self._check_of(lane).rows(answer.obs)
         lane.reset(answer.obs, answer.infos)
 
     def _record(self, lane: Lane, answer: Any) -> None:
         if lane.vector_steps in CHECKED_STEPS:
-            self._check_of(lane).step(answer.obs, lane.vector_steps)
+            self._check_of(lane).rows(answer.obs, lane.vector_steps)
         final = (map_tree(np.array, answer.final_obs), answer.final_infos) if answer.final_slots else None
         steps = answer.obs, answer.rewards, answer.terminateds, answer.truncateds, answer.infos
         super()._record(lane, Stepped(*steps, final))

@@ -91,7 +91,7 @@ STEPS = {
         r"expected float32\[2\]",
     ),
     "a wrong dtype": ([told({"a": np.zeros(2, complex)})], r"agent 'a': .*got complex128\[2\], expected float32\[2\]"),
-    "a reward that is text": ([told(rewards={"a": "1"})], "agent 'a': its reward is '1', expected a number"),
+    "a reward that is text": ([told(rewards={"a": "1"})], "agent 'a': its reward is '1', expected one number"),
     "a reward that is NaN": ([told(rewards={"b": np.nan})], "agent 'b': its reward is nan, expected a finite float32"),
     "a reward beyond float32": ([told(rewards={"a": 1e39})], "agent 'a': its reward is 1e.39, expected a finite"),
     "nobody to act": (
