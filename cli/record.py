@@ -6,7 +6,7 @@ The same seed gives the same steps. Ctrl-C ends it; what was played until then i
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> None:
     try:
         with rollout, DatasetSink(args.out, rollout=rollout, extra=args.extra, metadata=metadata) as sink:
             try:
-                record_episodes(rollout, sink, args.episodes, _show if sys.stderr.isatty() else None)
+                for count in record_episodes(rollout, sink, args.episodes):
+                    if sys.stderr.isatty():
+                        print(f"\r{count} episodes", end="", file=sys.stderr, flush=True)
             finally:
                 sink.close()
                 if sys.stderr.isatty():
@@ -77,17 +79,12 @@ def run(args: argparse.Namespace) -> None:
             print(f"{lost} steps of the fragment that was being made are not in it", file=sys.stderr, flush=True)
 
 
-def _show(count: int) -> None:
-    print(f"\r{count} episodes", end="", file=sys.stderr, flush=True)
-
-
-def record_episodes(
-    rollout: Rollout, sink: DatasetSink, episodes: int, progress: Callable[[int], None] | None = None
-) -> int:
-    """Run a rollout of one lane, and write the first episodes of its slots to a sink, in equal shares; their number.
+def record_episodes(rollout: Rollout, sink: DatasetSink, episodes: int) -> Iterator[int]:
+    """Run a rollout of one lane, and write the first episodes of its slots to a sink, in equal shares.
 
     episodes    number, which is reached unless the rollout ends before
-    progress    called with the number of whole episodes, after each fragment
+
+    Gives the number of whole episodes so far, after each fragment.
     """
     shares = shares_of(episodes, rollout.environments.num_envs)
     count = 0
@@ -97,11 +94,9 @@ def record_episodes(
         if kept.any():
             sink(_with_chunks(fragment, kept))
         count += int(np.count_nonzero((chunks.terminated | chunks.truncated) & kept))
-        if progress is not None:
-            progress(count)
+        yield count
         if count == episodes:
             break
-    return count
 
 
 def shares_of(episodes: int, slots: int) -> NDArray[np.int64]:

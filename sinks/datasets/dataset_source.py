@@ -178,8 +178,7 @@ class DatasetSource(IterableDataset[Any]):
     def summary(self) -> EpisodeSummary:
         """Returns, lengths and policy versions of all episodes of the dataset, to choose `episodes` by.
 
-        Reads the rewards of every step, and of several agents the policy versions alone. Raises DatasetError for a
-        damaged file.
+        Reads the rewards, ends and policy versions of every step. Raises DatasetError for a damaged file.
         """
         return self._store.summary() if isinstance(self._store, EnvEpisodes) else summary_of(self._store)
 

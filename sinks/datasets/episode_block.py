@@ -4,6 +4,7 @@ import math
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -94,23 +95,20 @@ class ReadAhead(threading.Thread, Generic[T]):
     def __init__(self, read: Callable[[], T]) -> None:
         super().__init__(name="rollflow-dataset")
         self._read, self.is_wanted = read, True
-        self._made: list[T] = []
-        self._error: BaseException | None = None
+        self._made: Future[T] = Future()
         self.start()
 
     def run(self) -> None:
         """Read it."""
         try:
-            self._made.append(self._read())
+            self._made.set_result(self._read())
         except BaseException as error:
-            self._error = error
+            self._made.set_exception(error)
 
     def result(self) -> T:
         """Wait for what was read. Raises what reading it has raised."""
         self.join()
-        if self._error is not None:
-            raise self._error
-        return self._made.pop()
+        return self._made.result()
 
     def stop(self) -> None:
         """Wait until the thread has ended, which reads no further."""
@@ -266,7 +264,7 @@ class BlockRest:
 
 
 _NEEDED = (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.POLICY_VERSION)
-STEPS_AT_ONCE = 1 << 20
+_STEPS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,7 +293,7 @@ def summary_of(store: EpisodeStore) -> EpisodeSummary:
     returns, is_whole = np.zeros(count), store.t_started == 0
     oldest, newest = np.zeros(count, np.int64), np.zeros(count, np.int64)
     columns = {name: store.columns[name] for name in _NEEDED if name in store.columns}
-    for episodes in windows_of(store.num_steps, np.arange(count), STEPS_AT_ONCE):
+    for episodes in windows_of(store.num_steps, np.arange(count), _STEPS_AT_ONCE):
         lengths = store.num_steps[episodes]
         steps = store.read(episodes, columns, with_last=False)
         read = {name: steps.taken(name) for name in columns}
