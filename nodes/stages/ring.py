@@ -5,10 +5,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node import Gate
@@ -172,18 +172,14 @@ class _PassThread(Generic[L]):
         self.lanes: Sequence[L] = ()
         self.begun: tuple[int, int] | None = None
         self._run, self.bell = run, Wakeup()
-        self._orders: SimpleQueue[Sequence[L]] = SimpleQueue()  # an empty one ends the thread
         self.is_done = False
         self._errors: list[BaseException] = []  # what a pass has raised
-        self._thread: threading.Thread | None = None
+        self._thread = JobThread("rollflow forward")
 
     def begin(self, lanes: Sequence[L]) -> None:
         """Begin a pass over lanes."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rollflow forward", daemon=True)
-            self._thread.start()
         self.lanes = lanes
-        self._orders.put(lanes)
+        self._thread.put(partial(self._work, lanes))
 
     def completed(self) -> Sequence[L]:
         """The lanes of a pass that is done; none if it is under way. Raises what the pass has raised."""
@@ -196,26 +192,22 @@ class _PassThread(Generic[L]):
         lanes, self.lanes = self.lanes, ()
         return lanes
 
-    def _work(self) -> None:
-        while lanes := self._orders.get():
-            self.begun = clock(), threading.get_ident()
-            try:
-                self._run(lanes)
-            except BaseException as error:
-                self._errors.append(error)
-            del lanes  # which this frame would hold while it waits
-            self.begun = None
-            self.is_done = True
-            self.bell.ring()
+    def _work(self, lanes: Sequence[L]) -> None:
+        self.begun = clock(), threading.get_ident()
+        try:
+            self._run(lanes)
+        except BaseException as error:
+            self._errors.append(error)
+        self.begun = None
+        self.is_done = True
+        self.bell.ring()
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._orders.put(())
-            limit = backoff.times.close_s
-            self._thread.join(limit)
-            if self._thread.is_alive():
-                logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", limit)
+        self._thread.end()
+        limit = backoff.times.close_s
+        if not self._thread.has_ended(limit):
+            logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", limit)
         self._errors, self.lanes = [], ()
         self.bell.close()
 

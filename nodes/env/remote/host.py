@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
-from rollflow.nodes.env.workers.lane_thread import LaneThread
+from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.stream import wire
 from rollflow.stream.data.closing import ClosedOnExit, Closing, close_all
 from rollflow.stream.data.errors import ColumnError, WireError
@@ -74,7 +74,7 @@ class Host(ClosedOnExit):
         self._wait: DialWait | None = None  # for the gateway that is dialled
         self._parting: str | None = None  # the reason of that gateway
         self._lanes = lanes
-        self._threads = [LaneThread(place) for place in range(len(lanes))]
+        self._threads = [JobThread(f"rollflow lane {place}") for place in range(len(lanes))]
         self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
         self._offer_session()

@@ -9,8 +9,8 @@ from threading import get_ident
 from typing import Any
 
 from rollflow.nodes.env.environments import AgentEnvironments, Environments
+from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
-from rollflow.nodes.env.workers.lane_thread import LaneThread
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
@@ -30,7 +30,7 @@ class ThreadLane(LaneStatus):
     begun    when its thread began what it is at, in ns, and the thread; None: it is at nothing
     """
 
-    thread: LaneThread
+    thread: JobThread
     activity: ActivityFlag = field(default_factory=ActivityFlag)
     begun: tuple[int, int] | None = None
 
@@ -55,7 +55,7 @@ class ThreadNode(LanesElsewhere):
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         made = super()._made(env, num_envs, lanes)  # type: ignore[safe-super]  # the node's other base has it
         for index, envs in enumerate(self._here):
-            remote = ThreadLane(index, LanePhase.RESETTING, thread=LaneThread(index))
+            remote = ThreadLane(index, LanePhase.RESETTING, thread=JobThread(f"rollflow lane {index}"))
             remote.activity.set_blended(not envs.tell_resets(remote.activity.turn))
             self.remotes.append(remote)
         return made

@@ -1,4 +1,4 @@
-"""A thread for a lane, which does the lane's jobs one after the other."""
+"""A thread that does jobs one after the other, such as those of a lane."""
 
 import threading
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from queue import SimpleQueue
 Job = Callable[[], object]
 
 
-class LaneThread:
-    """Thread of the lane of a number, which begins with its first job. Jobs must not raise."""
+class JobThread:
+    """Thread of this name, which begins with its first job. Jobs must not raise."""
 
-    def __init__(self, lane: int) -> None:
+    def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"rollflow lane {lane}", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
 
     def put(self, job: Job) -> None:
         """Have a job done, once those before are. From one thread."""
@@ -34,3 +34,4 @@ class LaneThread:
 def _work(jobs: "SimpleQueue[Job | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
+        del job  # which this frame would hold while it waits
