@@ -59,9 +59,7 @@ class Step(WireMessage):
     lane: LaneId
     number: Number
     actions: Annotated[Tree, field.tree]
-    agent_slots: Annotated[
-        AgentSlots | None, field.nullable(field.list_of(field.nullable(field.numbers("<i8")), MOST_AGENTS))
-    ] = None
+    agent_slots: Annotated[AgentSlots | None, field.nullable(_SLOTS)] = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
