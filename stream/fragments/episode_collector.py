@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -157,28 +156,25 @@ class OpenEpisode:
         return self
 
 
-class _Part(NamedTuple):
-    """The n rows of one chunk, and the observation after its last step."""
-
-    columns: Mapping[str, Tree]  # name -> tree of arrays any[n, ...]
-    infos: list[dict[str, Any]]  # one for each step
-    last_observation: Tree  # any[...]
-    last_info: dict[str, Any]
-    times: NDArray[np.int64]  # see `Fragment.times_of`
-
-
 class AgentSteps:
     """Chunks of an agent's episode.
 
-    slot    of the fragments that they are from
+    slot         of the fragments that they are from
+    columns      of each chunk, name -> tree of arrays any[n, ...]
+    infos        one for each step; `last_info` is that of the observation after the last one, `last_observation`
+    times        of the observations: see `Fragment.times_of`
     """
 
     def __init__(self, fragment: Fragment, index: int) -> None:
         self.slot = int(fragment.chunks.slot[index])
         self.id_ = fragment.layout.episode_id(self.slot, int(fragment.chunks.number[index]))
-        self.parts: list[_Part] = []
+        self.columns: list[dict[str, Tree]] = []
+        self.infos: list[dict[str, Any]] = []
+        self.times: list[int] = []
         self.num_steps = 0
         self.initial_state: Tree = None
+        self.last_observation: Tree = None
+        self.last_info: dict[str, Any] = {}
         self.custom_data: dict[Any, Any] = {}
 
     def add(self, fragment: Fragment, index: int, *, is_copied: bool) -> None:
@@ -191,8 +187,11 @@ class AgentSteps:
         }
         observation, last_infos = fragment.last_of(stop, slot)
         rows = *fragment.infos[start:stop], last_infos
-        *infos, last_info = [copied(info_of(each, slot)) if each else {} for each in rows]
-        self.parts.append(_Part(columns, infos, map_tree(kept, observation), last_info, fragment.times_of(index)))
+        *infos, self.last_info = [copied(info_of(each, slot)) if each else {} for each in rows]
+        self.last_observation = map_tree(kept, observation)
+        self.columns.append(columns)
+        self.infos += infos
+        self.times += fragment.times_of(index).tolist()[bool(self.times) :]  # the first is the last before
         if not chunks.t_started[index]:
             self.initial_state = fragment.starts.get((start, slot))
         self.num_steps += stop - start
@@ -200,14 +199,14 @@ class AgentSteps:
 
     def end(self, reason: str) -> None:
         """End the episode as truncated with its environment, which was lost, unless it has ended."""
-        columns = self.parts[-1].columns
+        columns = self.columns[-1]
         if not (columns[Columns.TERMINATEDS][-1] or columns[Columns.TRUNCATEDS][-1]):
             columns[Columns.TRUNCATEDS][-1] = True
             self.custom_data["lost"] = reason
 
     def rows(self, name: str) -> Tree:
         """All rows of a column: a tree of arrays `any[num_steps, ...]`."""
-        return concatenate_trees([part.columns[name] for part in self.parts])
+        return concatenate_trees([columns[name] for columns in self.columns])
 
 
 class WholeEpisodes(Fragment):
@@ -225,10 +224,9 @@ class WholeEpisodes(Fragment):
         super().__init__(layout, last.lane, last.sequence, columns)
         self.observation_space, self.infos = last.observation_space, []
         for number, (episode, stop) in enumerate(zip(episodes, stops.tolist(), strict=True)):
-            self.infos += [SlotInfos([info]) if info else {} for part in episode.parts for info in part.infos]
-            end = episode.parts[-1]
-            last_obs = map_tree(lambda leaf: np.asarray(leaf)[None], end.last_observation)
-            self.finals.append(Final(stop - 1, none, last_obs, SlotInfos([end.last_info])))
+            self.infos += [SlotInfos([info]) if info else {} for info in episode.infos]
+            last_obs = map_tree(lambda leaf: np.asarray(leaf)[None], episode.last_observation)
+            self.finals.append(Final(stop - 1, none, last_obs, SlotInfos([episode.last_info])))
             if episode.initial_state is not None:
                 self.starts[stop - episode.num_steps, 0] = episode.initial_state
             self.custom_data[0, number] = episode.custom_data
@@ -265,11 +263,10 @@ def _id_of(ids: Sequence[str], slot: int, number: int) -> str:
 
 
 def _columns(last: Fragment, episodes: Sequence[AgentSteps]) -> dict[str, Column]:
-    parts = [part for episode in episodes for part in episode.parts]
     columns = {}
     for name in last.columns:
-        rows = [part.columns[name] for part in parts]
+        rows = [chunk[name] for episode in episodes for chunk in episode.columns]
         if name == Columns.OBS:
-            rows.append(map_tree(lambda leaf: np.asarray(leaf)[None], parts[-1].last_observation))
+            rows.append(map_tree(lambda leaf: np.asarray(leaf)[None], episodes[-1].last_observation))
         columns[name] = Column(name, map_tree(lambda leaf: leaf[:, None], concatenate_trees(rows)))
     return columns

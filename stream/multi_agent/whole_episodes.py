@@ -132,15 +132,14 @@ def _whole_part(number: int, last: AgentFragment, episodes: Sequence[OpenEpisode
     infos = [SlotInfos(count=num_slots) for _ in whole.infos]
     whole.infos = list(infos)
     for slot, (module_id, agent) in agents.items():
-        steps, (first, *others) = agent.num_steps, (part.times for part in agent.parts)
-        times = np.concatenate([first, *(each[1:] for each in others)]) - episodes[slot // num_agents].started
+        steps, times = agent.num_steps, np.array(agent.times) - episodes[slot // num_agents].started
         whole.clock[: steps + 1, slot] = times
         whole.ends[steps - 1, slot] = int(times[-1])
         whole.module_of[:, slot] = module_ids.index(module_id)
         whole.custom_data[slot, 0] = agent.custom_data
         if agent.initial_state is not None:
             whole.starts[0, slot] = agent.initial_state
-        for row, info in enumerate([*(info for part in agent.parts for info in part.infos), agent.parts[-1].last_info]):
+        for row, info in enumerate([*agent.infos, agent.last_info]):
             if info:
                 infos[row].of_slots[slot] = info
     whole.early = sorted(
@@ -171,7 +170,7 @@ def _columns(
     columns = {name: empty(name, last.columns[name].row(0)) for name in _NO_OUTPUTS}
     outputs: dict[Any, dict[str, str]] = {}
     for module_id in module_ids:
-        parts = [part.columns for each, agent in agents.values() if each == module_id for part in agent.parts]
+        parts = [columns for each, agent in agents.values() if each == module_id for columns in agent.columns]
         first, *others = ({name: kind_of(tree) for name, tree in part.items()} for part in parts)
         outputs[module_id] = {}
         for name, kind in first.items():
@@ -183,7 +182,7 @@ def _columns(
         steps, own = agent.num_steps, {name: name for name in _NO_OUTPUTS} | outputs[module_id]
         for name, column in own.items():
             _write(columns[column].tree, slice(0, steps), slot, agent.rows(name))
-        _write(columns[Columns.OBS].tree, steps, slot, agent.parts[-1].last_observation)
+        _write(columns[Columns.OBS].tree, steps, slot, agent.last_observation)
     return columns, outputs
 
 
