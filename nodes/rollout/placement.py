@@ -5,7 +5,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from gymnasium.envs.registration import EnvSpec
@@ -24,7 +23,7 @@ from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, Hosted
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
-from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
+from rollflow.nodes.rollout.race import race, trial_of, workers_in
 from rollflow.nodes.stages.acting import Acting, acting_for
 from rollflow.nodes.stages.module_set import AgentsActing, agents_acting_for
 from rollflow.stream.data.closing import closing_on_error
@@ -121,7 +120,7 @@ def place(
             forward=replace(options.forward, compile=False),
         )
     if options.where == "auto" and not isinstance(env, RemoteHosts):
-        options, reason = _chosen_place(env, options, kind, partial(trial_of, rollout, options))
+        options, reason = _chosen_place(env, options, kind, rollout)
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
             options.check_offloaded(is_remote=True)
@@ -181,15 +180,13 @@ def _check_remote(options: RolloutOptions) -> None:
         )
 
 
-def _chosen_place(
-    env: Any, options: RolloutOptions, kind: RolloutKind, make_trial: Callable[[], Trial]
-) -> tuple[RolloutOptions, str]:
+def _chosen_place(env: Any, options: RolloutOptions, kind: RolloutKind, rollout: type) -> tuple[RolloutOptions, str]:
     """The options with the place that is fastest, and why; inline if that can't be measured."""
     here = replace(options, where="inline", workers=None)
     if kind.is_ready(env):
         return here, "where='inline': these vector environments are here already"
     try:
-        result = race(env, options, make_trial())
+        result = race(env, options, trial_of(rollout, options))
     except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
         return here, f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
     if not result.rates:
