@@ -525,10 +525,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def _is_round_ready(self) -> bool:
         self._warn_of_notes()
-        if self._rounds.is_empty:
+        if not (ready := self._rounds.ready):
             return False
         assert self._doctor is not None
-        self._doctor.reader_gets(self._rounds.ready)
+        self._doctor.reader_gets(ready)
         self.log.rounds += 1
         return True
 

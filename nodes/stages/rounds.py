@@ -40,6 +40,7 @@ class LagBound:
     none. A step that waits for its agent's next observation while a fragment is cut is as old as its action: where
     agents take turns, nobody can help that, either.
 
+    is_pacing                           True if the rollout is held back so that no fragment gets too old
     dropped_fragments, dropped_steps    what was left out so far
     is_asked                            True to have the age of the next fragment looked at, also without a bound
     last                                age of the fragment that was admitted last, and looked at; None: none was
@@ -57,16 +58,11 @@ class LagBound:
         check_staleness(max_lag, on_excess)
         self.versions, self._first, self.max_lag = versions, first, max_lag
         self._trained = None if trained is None else frozenset(trained)  # the list is the caller's
-        self.on_excess: OnExcess = on_excess
+        self.is_pacing = on_excess == "pace"
         self.dropped_fragments = 0
         self.dropped_steps = 0
         self.is_asked = False
         self.last: int | None = None
-
-    @property
-    def is_pacing(self) -> bool:
-        """True if the rollout is held back so that no fragment gets too old."""
-        return self.on_excess == "pace"
 
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
@@ -170,11 +166,6 @@ class FragmentRounds(Generic[F]):
         self._completes: bool | None = None  # whether whole episodes are handed out; None: nothing has been
 
     @property
-    def is_empty(self) -> bool:
-        """True if all of the round has been handed out."""
-        return not self._round
-
-    @property
     def ready(self) -> list[Any]:
         """Fragments of the round that have not been handed out."""
         return list(self._round)
@@ -219,7 +210,7 @@ class FragmentRounds(Generic[F]):
 
         Raises RunError once a fragment could not be had.
         """
-        if not self.is_empty:
+        if self._round:
             return
         if self.error is not None:
             failure = f"{type(self.error).__name__}: {self.error}"

@@ -268,11 +268,6 @@ class TrainerSink:
         return LastError(problem, None) if problem else None
 
     @property
-    def given(self) -> int:
-        """Number of items that have come."""
-        return self._session.given
-
-    @property
     def goodbye(self) -> str | None:
         """Reason that the trainer gave when it left; None: it has not, or there is another one."""
         return self._uplink.goodbye or (HAS_ENDED if self._trainer_has_ended else None)

@@ -27,7 +27,8 @@ class StalenessBound:
     prefetch              batches that may be sent ahead
     stays                 whether rollouts stay until all is acknowledged
 
-    lost    number of transitions that were left out, by cause
+    lost     number of transitions that were left out, by cause
+    ahead    fragments that a lane may have begun beyond the last one that is done with; None: any number
     """
 
     def __init__(
@@ -43,13 +44,7 @@ class StalenessBound:
         self.lost: Counter[str] = Counter()
         self._batches, self._stays = batches, stays
         self._prefetch = checked_count("prefetch", prefetch, 0)
-
-    @property
-    def ahead(self) -> int | None:
-        """Fragments that a lane may have begun beyond the last one that is done with; None: any number."""
-        if self.on_excess != "pace" or self.max_lag is None:
-            return None
-        return self.max_lag + 1
+        self.ahead = max_lag + 1 if on_excess == "pace" and max_lag is not None else None
 
     def admits(self, arrived: ArrivedItem, version: int, *, has_published: bool) -> bool:
         """True if an item may be handed over; otherwise its transitions are counted as `lost`.

@@ -331,7 +331,7 @@ def test_a_checkpoint_that_can_not_be_written_acknowledges_nothing(tmp_path: Pat
             assert client.report().inserted == running.rollout.num_steps
             assert running.sink._session.kept == 0
             (tmp_path / "away").rename(folder)
-        assert running.sink._session.kept == running.sink.given  # it has waited for that
+        assert running.sink._session.kept == running.sink._session.given  # it has waited for that
     again = Replay(512, sampler=Newest())
     again.load(folder / "replay")
     assert len(again) == running.rollout.num_steps

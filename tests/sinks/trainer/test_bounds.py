@@ -130,7 +130,7 @@ def test_a_trainer_that_acknowledges_seldom_gets_again_what_it_wants_again(tmp_p
     with feeding(address, num_fragments=12, lanes=1) as feed:
         with failing(address, **options) as stream:
             first = list(islice(stream, 9))
-            await_that(lambda: feed.sink.given >= 10)
+            await_that(lambda: feed.sink._session.given >= 10)
         with trainer(address, **options) as stream:
             second = list(stream)
             stream.ack()
@@ -150,9 +150,9 @@ def test_a_rollout_whose_trainer_never_acknowledges_stands_still_at_the_bound() 
                 next(fragments)
                 held += 1
             await_that(lambda: feed.sink._session.given - feed.sink._session.kept == len(feed.sink._buffer))
-            given = feed.sink.given
+            given = feed.sink._session.given
             stream.ack()
-            await_that(lambda: feed.sink.given > given)
+            await_that(lambda: feed.sink._session.given > given)
     assert held  # how many, is the rollout's to say: it may have sent as many as fill it before the first was taken
 
 

@@ -141,9 +141,9 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
                 assert child.process.pid is not None
                 os.kill(child.process.pid, signal.SIGSTOP)
                 await_that(lambda: feed.sink._uplink.problem)
-                held, most = feed.sink.given, len(dialled) + 4
+                held, most = feed.sink._session.given, len(dialled) + 4
                 await_that(lambda most=most: len(dialled) >= most)
-                assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
+                assert feed.sink._session.given <= held + 2 * 2  # a window of both lanes' fragments
                 os.kill(child.process.pid, signal.SIGCONT)
                 await_that(lambda: not feed.sink._uplink.problem)
             end_whole(feed, child, tmp_path)
@@ -180,7 +180,7 @@ def test_what_a_trainer_never_got_is_told(tmp_path: Path, caplog: pytest.LogCapt
         with failing(address, yields="fragments", prefetch=0) as stream:
             next(iter(stream))
         await_that(lambda: feed.sink._uplink.problem)
-    assert feed.sink.lost == {"undelivered": feed.sink.given * 8 * 4}
+    assert feed.sink.lost == {"undelivered": feed.sink._session.given * 8 * 4}
     assert "transitions not delivered: trainer unix:" in caplog.text
 
 

@@ -192,7 +192,7 @@ def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
     with trainer(yields="fragments", prefetch=0) as stream, feeding(stream.address, lanes=2) as feed:
         fragments = iter(stream)
         taken = [next(fragments)]
-        await_that(lambda: feed.sink.given == 2)  # what the window takes
+        await_that(lambda: feed.sink._session.given == 2)  # what the window takes
         assert "drained" not in caplog.text
         feed.drain()
         told = "the run is drained, and what it has made waits for the trainer at tcp:"

@@ -191,7 +191,7 @@ def test_a_slow_trainer_holds_the_rollout_back() -> None:
     with trainer(yields="fragments", prefetch=1) as stream, feeding(stream.address, lanes=1) as feed:
         for number, _ in enumerate(stream, start=1):
             # One is at the trainer, one may be sent ahead; one waits in the sink, one before it, one to get there.
-            await_that(lambda number=number: feed.sink.given == number + 1)
+            await_that(lambda number=number: feed.sink._session.given == number + 1)
             assert feed.rollout.num_steps <= (number + 1 + 3) * 8 * 4
             if number == 20:
                 break
