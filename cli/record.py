@@ -5,6 +5,7 @@ The same seed gives the same steps. Ctrl-C ends it; what was played until then i
 
 import argparse
 import copy
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -21,6 +22,7 @@ from rollflow import DatasetSink, Policy
 from rollflow.cli import arguments
 from rollflow.nodes.rollout.rollout import Rollout, rollout_of
 from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.fragments.fragment import ChunkIndex, Fragment
 
 _DEFAULT_FPS = 30
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     if args.video is None:
         rollout = rollout_of(policy, env, num_envs=num_envs, seed=args.seed)
     else:
-        import_av()
+        require_packages("a video", "video", "av", error=DatasetError)
         make = env if callable(env) else partial(gym.make, env, render_mode="rgb_array")
         shares = enumerate(shares_of(args.episodes, num_envs).tolist())
         envs = [partial(FilmedEnv, make, args.video, slot, share) for slot, share in shares]
@@ -127,8 +129,8 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         slot        number of the environment
         episodes    number of episodes that are filmed
 
-    A file is there once its episode has ended. Raises DatasetError without the package av, for an environment that does
-    not render, and where the folder has videos of this slot.
+    A file is there once its episode has ended. It takes the package av. Raises DatasetError for an environment that
+    does not render, and where the folder has videos of this slot.
     """
 
     def __init__(self, make: Callable[[], gym.Env[Any, Any]], folder: Path, slot: int, episodes: int) -> None:
@@ -140,7 +142,7 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         folder.mkdir(parents=True, exist_ok=True)
         if there := next(folder.glob(f"slot-{slot}-episode-*.mp4"), None):
             raise DatasetError(f"{there} is there already, expected another folder for videos")
-        self._av = import_av()
+        self._av = importlib.import_module("av")
         self._folder, self._slot, self._left, self._number = folder, slot, episodes, 0
         self._file: Any = None  # in H.264, of the episode that is filmed; it gets its name once it is whole
 
@@ -192,14 +194,3 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
             self._file.close()
             self._partial.unlink(missing_ok=True)  # it is made with the first frame that is coded
             self._file = None
-
-
-def import_av() -> Any:
-    """The module `av`. Raises DatasetError where it is not installed."""
-    try:
-        import av
-    except ImportError:
-        raise DatasetError(
-            "videos take the package av, which is not installed: pip install 'rollflow[video]'"
-        ) from None
-    return av

@@ -5,7 +5,6 @@ dropped request.
 """
 
 import argparse
-import importlib.util
 import logging
 import ssl
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollflow.cli import arguments
 from rollflow.sinks import WeightsFollower
 from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.data.system import require_packages
 
 if TYPE_CHECKING:
     from rollflow.policy.serving import Shelf
@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    needed = "starlette", "uvicorn", "websockets", "prometheus_client"
-    if missing := [name for name in needed if not importlib.util.find_spec(name)]:
-        raise ValueError(f"serving takes the package {missing[0]}: pip install rollflow[serve]")
+    require_packages("serving", "serve", "starlette", "uvicorn", "websockets", "prometheus_client")
     from rollflow.policy.serving import BatchOptions, HttpServer, Shelf, WatchedPolicy, Watcher
 
     shelf = Shelf(BatchOptions(args.max_batch, args.max_wait / 1000, args.max_waiting))

@@ -5,7 +5,6 @@ Shown are stages and edges, who waits for whom, returns, policy versions, losses
 
 import argparse
 import importlib
-import importlib.util
 import json
 import sys
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.observe.run_socket import run_folder, snapshot_at, snapshots
 from rollflow.stream.observe.snapshot import with_rates
 
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.every > 0:
         raise ValueError(f"--every is {args.every:g}, expected a number of seconds above 0")
     once = args.once or not (args.json or sys.stdout.isatty())
-    if not args.json and importlib.util.find_spec("rich") is None:
-        raise ValueError("rollflow top takes the package rich, expected --json, or pip install 'rollflow[view]'")
+    if not args.json:
+        require_packages("rollflow top without --json", "view", "rich")
     poller = SnapshotPoller(args.address)
     try:
         if args.json:

@@ -5,13 +5,13 @@ The page is served on this machine alone, under an address that nobody can guess
 
 import argparse
 import importlib
-import importlib.util
 import secrets
 import socket
 from importlib import resources
 from typing import Any
 
 from rollflow.cli.top import SnapshotPoller, add_run, load_snapshots
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.observe.graph_picture import graph_picture
 from rollflow.stream.observe.run_socket import run_folder
 from rollflow.stream.observe.snapshot import Snapshot, shown
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"rollflow view takes the package {missing[0]}: pip install 'rollflow[view]'")
+    require_packages("rollflow view", "view", "starlette", "uvicorn")
     load_snapshots(args.address)  # so that a mistake is said at once
     uvicorn = importlib.import_module("uvicorn")
     with _listening(args.port) as listening:

@@ -29,7 +29,7 @@ from rollflow.nodes.logs.figures import (
     labelled,
 )
 from rollflow.stream.data.errors import MetricsError
-from rollflow.stream.data.system import lock_file, unlock_file
+from rollflow.stream.data.system import lock_file, require_packages, unlock_file
 from rollflow.stream.graph.report import duration_text
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.trace import check_trace
@@ -544,17 +544,9 @@ def destination_of(text: str) -> Destination:
         )
     make, package, extra = KINDS[kind]
     destination = make(target)
-    if package and not _is_there(package):
-        raise MetricsError(f"log={text!r} takes the package {package}: pip install 'rollflow[{extra}]'")
+    if package:
+        require_packages(f"log={text!r}", extra, package, error=MetricsError)
     return destination
-
-
-def _is_there(package: str) -> bool:
-    """Whether a package can be imported; of one within others, also whether those are there."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 Log = str | Sequence[str] | None

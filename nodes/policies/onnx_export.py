@@ -55,6 +55,7 @@ from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError, refused
 from rollflow.stream.data.space import Numerics, flat_size, flatten, item_of, map_items, row_of
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
@@ -369,11 +370,9 @@ def onnx_bytes(policy: Any, examples: Arrays) -> bytes:
 
 
 def _onnx_model(made: TensorPolicy, facts: str) -> bytes:
-    try:
-        import onnx
-        import onnxscript  # noqa: F401 - the exporter needs it
-    except ImportError as error:
-        raise PolicyError(f"{error.name} is not there, expected the extra: pip install 'rollflow[onnx]'") from None
+    require_packages("an ONNX program", "onnx", "onnx", "onnxscript", error=PolicyError)
+    import onnx
+
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:

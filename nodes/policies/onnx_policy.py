@@ -26,6 +26,7 @@ from rollflow.nodes.policies.artifact_files import ONNX, arrays_of, json_of, rea
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError, refused
 from rollflow.stream.data.ranges import check_range
+from rollflow.stream.data.system import require_packages
 
 METADATA = "rollflow"
 FORMAT = 1
@@ -234,10 +235,9 @@ class OnnxPolicy:
 
 
 def _session(model: bytes, threads: int) -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise PolicyError("onnxruntime is not there, expected the extra: pip install 'rollflow[onnx]'") from None
+    require_packages("an ONNX program", "onnx", "onnxruntime", error=PolicyError)
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = threads
     options.log_severity_level = 4

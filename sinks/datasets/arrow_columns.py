@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree
 
 Description = dict[str, Any]
@@ -23,13 +24,10 @@ _SEQUENCES = {"tuple": tuple, "list": list}
 
 def import_pyarrow() -> tuple[Any, Any]:
     """The modules `pyarrow` and `pyarrow.parquet`. Raises DatasetError where they are not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise DatasetError(
-            "datasets take the package pyarrow, which is not installed: pip install 'rollflow[datasets]'"
-        ) from None
+    require_packages("a dataset", "datasets", "pyarrow", error=DatasetError)
+    import pyarrow
+    import pyarrow.parquet
+
     return pyarrow, pyarrow.parquet
 
 

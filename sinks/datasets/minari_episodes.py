@@ -21,6 +21,7 @@ from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, check_wante
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.space import row_of
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
@@ -178,12 +179,7 @@ def _env_id_of(env_spec: Any) -> str | None:
 
 def _import_storage() -> Any:
     """Minari's class that reads and writes datasets. Raises DatasetError where a package is missing."""
-    try:
-        import h5py  # noqa: F401
-        import PIL.Image  # noqa: F401
-        from minari.dataset.minari_storage import MinariStorage
-    except ImportError as error:
-        raise DatasetError(
-            f"datasets of Minari take the packages minari, h5py and pillow: {error}; pip install 'rollflow[minari]'"
-        ) from None
+    require_packages("a dataset of Minari's", "minari", "minari", "h5py", "PIL", error=DatasetError)
+    from minari.dataset.minari_storage import MinariStorage
+
     return MinariStorage

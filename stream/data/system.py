@@ -1,5 +1,6 @@
 """What not every system has: Linux has all of it, macOS and Windows lack some."""
 
+import importlib.util
 import mmap
 import os
 import select
@@ -31,6 +32,17 @@ def require(what: str, *needed: tuple[Any, str]) -> None:
             f"{what} can't run on this system, {sys.platform}, which has no {', '.join(missing)}: expected Linux; "
             "where='inline' and where='threads' run everywhere"
         )
+
+
+def require_packages(what: str, extra: str, *packages: str, error: type[Exception] = ValueError) -> None:
+    """Raise an error for the first package that is not installed, with the extra of rollflow that has it."""
+    for package in packages:
+        try:
+            is_there = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:  # the package that it is in
+            is_there = False
+        if not is_there:
+            raise error(f"{what} takes the package {package}: pip install 'rollflow[{extra}]'")
 
 
 def at_fork(**functions: Callable[[], Any]) -> None:

@@ -157,7 +157,7 @@ def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.Capt
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, refused: Says) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "takes the package rich, expected --json, or pip install 'rollflow[view]'" in refused("top")
+    assert "top without --json takes the package rich: pip install 'rollflow[view]'" in refused("top")
 
 
 @pytest.mark.slow
