@@ -59,9 +59,10 @@ class RLModule(torch.nn.Module):
     def forward_train(self, batch: Batch, **kwargs: Any) -> Batch:
         """Forward pass for losses. Raises ModuleError for `vf_preds` of another shape than one number for each row."""
         output = self._forward_train(batch, **kwargs)
-        values, inputs = output.get(Columns.VF_PREDS), output.get(Columns.ACTION_DIST_INPUTS)
-        if values is not None and inputs is not None and values.shape != inputs.shape[:-1]:
-            text = more_than_one(Columns.VF_PREDS, values.shape, inputs.shape[:-1])
+        names = (Columns.VF_PREDS, Columns.ACTION_DIST_INPUTS)
+        values, inputs = map(output.get, names) if isinstance(output, dict) else (None, None)
+        if torch.is_tensor(values) and torch.is_tensor(inputs) and 1 < values.ndim >= inputs.ndim:
+            text = more_than_one(Columns.VF_PREDS, values.shape, values.shape[: inputs.ndim - 1])
             raise ModuleError(f"{type(self).__name__}.forward_train: {text}").see("module")
         return output
 

@@ -12,7 +12,7 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, EnvError, warn_caller
 from rollflow.stream.data.loss_ledger import Ledger
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
@@ -37,14 +37,6 @@ class PreparedBatch(NamedTuple):
 def shapes_of(batch: Batch, leading: int) -> Tree:
     """The shape of one observation of a batch, behind so many leading axes, leaf by leaf as text."""
     return map_tree(lambda leaf: str(list(np.shape(leaf)[leading:])), batch.get(Columns.OBS))
-
-
-def _check_rows(observations: Tree, slots: int) -> None:
-    """Raise ConnectorError for a batch's observations that are no tree of tensors with a row for each slot."""
-    shapes = [list(np.shape(leaf)) for leaf in leaves_of(observations)]
-    if isinstance(observations, list) or any(shape[:1] != [slots] for shape in shapes):
-        given = "is a list" if isinstance(observations, list) else f"has shape {', '.join(map(str, shapes))}"
-        raise ConnectorError(f"'{Columns.OBS}' {given}, expected tensors with a row for each of {slots} slots")
 
 
 def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
@@ -196,7 +188,6 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 lane.episodes, self.pipeline, self._module, self._explore, lane.shared_data, self._metrics
             )
             if self.observation_shapes is None:
-                _check_rows(lane.batch.get(Columns.OBS, ()), lane.layout.num_slots)
                 self.observation_shapes = shapes_of(lane.batch, 2 if lane.shared_data.get(TIME_RANK_ADDED) else 1)
             lane.commit()
             return self._full(lane) if lane.is_full else self._ready[lane.index]

@@ -152,12 +152,12 @@ class ModuleForward:
                 "dict of tensors such as {'action_dist_inputs': …} or {'actions': …}"
             ).see("module")
         if looks:
-            self._check_names(output, batch)
+            self._check_names(output)
             if self._flat is not None and self._flat.is_given_up:
                 self._forward = self._own_forward
         return output
 
-    def _check_names(self, output: Mapping[str, Any], batch: Batch) -> None:
+    def _check_names(self, output: Mapping[str, Any]) -> None:
         returned = f"{type(self.module).__name__}.{self._name} returned"
         if taken := sorted(_KEPT & output.keys()):
             raise ModuleError(
@@ -167,12 +167,6 @@ class ModuleForward:
         for leaf in leaves_of(output.get(Columns.ACTION_DIST_INPUTS, ())):
             if not isinstance(leaf, torch.Tensor):
                 raise ModuleError(f"{returned} 'action_dist_inputs' with a {type(leaf).__name__}, expected tensors")
-            rows = len((leaves_of(batch) or [leaf])[0])
-            if leaf.ndim < 2 or len(leaf) != rows:
-                raise ModuleError(
-                    f"{returned} 'action_dist_inputs' of shape {list(leaf.shape)}, expected [{rows}, D]: a row for "
-                    "each observation"
-                ).see("distribution")
 
     def describe(self) -> str:
         """The way a pass is done, for `explain()`, where that is not as the module has it."""

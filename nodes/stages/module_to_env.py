@@ -144,6 +144,10 @@ def check_first_actions(
     if Columns.ACTIONS not in batch:
         return  # which recording them refuses
     actions = batch[Columns.ACTIONS]
+    inputs = batch.get(Columns.ACTION_DIST_INPUTS)
+    if isinstance(inputs, np.ndarray) and inputs.shape[:1] != (len(slots),):
+        given = f"'{Columns.ACTION_DIST_INPUTS}' has shape {list(inputs.shape)}"
+        raise ColumnError(f"{given}, expected [{len(slots)}, D]: a row for each observation").see("distribution")
     with noted(
         f"what the module chooses is recorded in {chosen}; a module with another space than the environments' says so "
         f"by its action_space, and what a piece makes of its choice goes into '{Columns.ACTIONS_FOR_ENV}'"

@@ -544,8 +544,8 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         """Say which piece raised an error, and whose work it was given."""
         if not self._pieces[place].is_of_user:
             note_own_pieces(error, self._pieces[:place])
-        if isinstance(error, KeyError) and isinstance(column := error.args[0], str) and column not in batch:
-            error.add_note(f"the batch has no '{column}', but {', '.join(map(repr, batch)) or 'nothing'}")
+            if isinstance(error, KeyError):
+                error.add_note(f"its batch has {', '.join(map(repr, batch)) or 'no column'}")
         error.add_note(f"in connector piece {self._described(place)}")
 
     def _described(self, place: int) -> str:

@@ -643,15 +643,11 @@ def one_left(others: float) -> torch.Tensor:
             ModuleError,
             r"is torch.int64\[3, 7\], expected torch.float32",
         ),
-        (
-            {"action_dist_inputs": torch.zeros(7)},
-            ModuleError,
-            r"'action_dist_inputs' of shape \[7\], expected \[3, D\]",
-        ),
+        ({"action_dist_inputs": torch.zeros(7)}, ColumnError, r"inputs' has shape \[7\], expected \[3, D\]: a row for"),
         (
             {"action_dist_inputs": torch.zeros(1, 7)},
-            ModuleError,
-            r"of shape \[1, 7\], expected \[3, D\]: a row for each",
+            ColumnError,
+            r"has shape \[1, 7\], expected \[3, D\]: a row for each",
         ),
         (
             {"actions": torch.zeros(3, 2, dtype=torch.int64)},
