@@ -90,14 +90,17 @@ def ends(thread: threading.Thread) -> bool:
 
 
 def held_here() -> dict[str, Any]:
-    """Return what this process holds and a run has to give back, temporary files among it."""
+    """Return what this process holds and a run has to give back, temporary files among it.
+
+    Trio keeps its threads for some seconds, those of other tests as well.
+    """
     join_loop_workers()
     gc.collect()
     return {
         "descriptors": len(descriptors_here()),
         "mappings": shared_mappings(),
         "children": {process.pid for process in processes_of()},
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": sorted(each.name for each in threading.enumerate() if not each.name.startswith("Trio thread")),
         "named": named_memory([os.getpid()]),
         "temporary": sorted(name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")),
     }

@@ -34,7 +34,6 @@ class FrameKind(IntEnum):
     RESET = 4  # the row to write the first observations to
     STEP = 5  # the row to step with: its actions are in the block
     STEP_FOR_ENV = 6  # the same, with the block's `actions_for_env`
-    CLOSE = 7
     SET_UP = 8  # a descriptor, and the bytes behind it: what else a whole rollout is made of
     TURN = 9  # a fragment is wanted
     WEIGHTS = 10  # a descriptor, and the bytes behind it: a policy version and its weights

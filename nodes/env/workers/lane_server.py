@@ -176,12 +176,9 @@ class LaneServer:
     def _receive(self) -> Frame:
         """The next frame. Raises LaneClosed where there are no more."""
         try:
-            asked = receive_frame(self.sock)
+            return receive_frame(self.sock)
         except (EOFError, OSError) as error:
             raise LaneClosed from error
-        if asked.kind is FrameKind.CLOSE:
-            raise LaneClosed
-        return asked
 
     def _send(self, data: bytes) -> None:
         """Send a frame. Raises LaneClosed where the other process has gone."""

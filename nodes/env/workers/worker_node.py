@@ -501,7 +501,7 @@ class WorkerNode(LanesElsewhere):
 
 
 def _end(workers: Sequence[Worker], selector: selectors.BaseSelector) -> None:
-    end_all([worker.process for worker in workers if worker.process is not None], frame(FrameKind.CLOSE))
+    end_all([worker.process for worker in workers if worker.process is not None])
     selector.close()
     for worker in workers:
         worker.links.clear()  # which refer to it: their memory goes now, and not at a later collection

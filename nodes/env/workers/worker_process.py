@@ -414,14 +414,12 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
-    """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard."""
+def end_all(workers: Sequence[WorkerProcess]) -> None:
+    """Have every process end: end what goes to its sockets, wait for a while, and kill those that have not heard."""
     ours = [worker for worker in workers if worker.is_ours]
     for worker in ours:
         for sock in worker.sockets:
-            with contextlib.suppress(OSError):  # closed, or gone, or full: then the end of it all has to do
-                sock.send(last_words)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed, or gone
                 sock.shutdown(socket.SHUT_WR)
     limit = backoff.times.close_s
     until = monotonic() + limit
