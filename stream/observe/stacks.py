@@ -113,12 +113,7 @@ def is_debugged_now() -> bool:
     frames = [frame for ident in sys._current_frames() for frame in stack_of_thread(ident)]
     if any(name in frame.file for frame in frames for name in _DEBUGGERS):
         return True
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    found = re.search(r"^TracerPid:\s*(\d+)", status, re.MULTILINE)
-    return found is not None and found[1] != "0"
+    return _status(os.getpid(), "TracerPid") not in ("", "0")
 
 
 def _frame_of(frame: FrameType) -> StackFrame:
@@ -234,10 +229,7 @@ at_fork(after_in_child=_forget_runs)
 
 def is_stopped(pid: int) -> bool:
     """True while a signal such as SIGSTOP, or a debugger, has stopped a process; False where that can't be seen."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
+    return _status(pid, "State").startswith(("T", "t"))
 
 
 def _dump_file(name: str) -> IO[bytes]:
@@ -268,9 +260,15 @@ def _catches_signal(pid: int) -> bool:
 
 def _has_signal(pid: int, thread: int, mask: str) -> bool:
     """True if the signal is in a mask that Linux has of a thread; False also where that can't be seen."""
+    signals = _status(pid, mask, thread)
+    return bool(signals) and bool(int(signals, 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+def _status(pid: int, field: str, thread: int | None = None) -> str:
+    """What Linux says of a process, or of one of its threads, under a name; "": nothing, as of one that has ended."""
     try:
-        status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended, or this is no Linux
-        return False
-    found = re.search(rf"^{mask}:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+        status = Path(f"/proc/{pid}/task/{thread or pid}/status").read_text()
+    except OSError:
+        return ""
+    found = re.search(rf"^{field}:\s*(.*)$", status, re.MULTILINE)
+    return "" if found is None else found[1]
