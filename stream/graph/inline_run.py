@@ -6,6 +6,7 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.graph.background import Waiter
 from rollflow.stream.graph.chain import CallMark, Chain
@@ -62,14 +63,10 @@ class InlineRun:
         self.counters.live.add(self.chain.names[0])
         self.chain.thread = get_ident()
         waits = nullcontext() if self._is_answering else self.counters.caller.waits()
-        try:
-            with waits:
-                self._steps = self.chain.start()
-                while not self.chain.pending and not self._is_interrupted and self._step():
-                    pass
-        except BaseException:
-            self.close()
-            raise
+        with closing_on_error(self.close), waits:
+            self._steps = self.chain.start()
+            while not self.chain.pending and not self._is_interrupted and self._step():
+                pass
         return self
 
     def __exit__(

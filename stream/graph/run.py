@@ -19,6 +19,7 @@ import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
 
+from rollflow.stream.data.closing import noting_in
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import DROPPED, cause_of, lose
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
@@ -471,17 +472,10 @@ async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str]
                 yield run
                 tasks.cancel_scope.cancel()
     except BaseException as error:
-        _close_after(run, error)
+        with noting_in(error):
+            run.close(error)
         raise
     run.close()
-
-
-def _close_after(run: Run, error: BaseException) -> None:
-    """Close the nodes of a failed run; an error of that becomes a note on the first one."""
-    try:
-        run.close(error)
-    except Exception as closing:
-        error.add_note(f"and then, when the nodes were closed: {closing!r}")
 
 
 def _distinct(group: BaseExceptionGroup[BaseException]) -> BaseException:

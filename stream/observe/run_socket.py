@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.system import process_memory
 
 logger = logging.getLogger(__name__)
@@ -93,15 +94,12 @@ def _opened(folder: Path) -> tuple[socket.socket, Path]:
 def _listening(path: Path) -> socket.socket:
     """A socket that gets its name when it listens already."""
     listening, fresh = socket.socket(socket.AF_UNIX), path.with_suffix(".new")
-    try:
+    with closing_on_error(listening.close):
         listening.bind(str(fresh))
         fresh.chmod(0o600)
         listening.listen()
         listening.setblocking(False)
         fresh.rename(path)
-    except BaseException:
-        listening.close()
-        raise
     return listening
 
 

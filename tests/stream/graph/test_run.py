@@ -203,7 +203,7 @@ async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
     graph = drawn("source >1 work > bad", source=Numbers(), work=fails_at(3), bad=Bad())
     with pytest.raises(ValueError, match="3 is too much") as raised:
         await ended(graph)
-    assert raised.value.__notes__ == ["in node 'work'", 'and then, when the nodes were closed: OSError("won\'t close")']
+    assert raised.value.__notes__ == ["in node 'work'", "closing raised as well: OSError: won't close"]
 
 
 async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
