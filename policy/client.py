@@ -35,16 +35,13 @@ from rollflow.policy.serving.request import (
 )
 from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import RollflowError, WireError, shown
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at, with_tuples
 from rollflow.stream.net.backoff import WaitReminder, pause_s
 
-try:
+with suppress(ImportError):  # which a client raises, not this module: `from rollflow import *` imports it
     from websockets.exceptions import InvalidMessage, InvalidStatus, WebSocketException
     from websockets.sync.client import ClientConnection, connect
-except ImportError as error:
-    _missing: ImportError | None = error  # which a client raises, not this module: `from rollflow import *` imports it
-else:
-    _missing = None
 
 SessionName = str | int
 _log = logging.getLogger(__name__)
@@ -122,8 +119,7 @@ class PolicyClient(ClosedOnExit):
         timeout: float = 60.0,
         heartbeat: float = 20.0,
     ) -> None:
-        if _missing is not None:
-            raise ImportError("PolicyClient takes the package websockets: pip install rollflow[serve]") from _missing
+        require_packages("PolicyClient", "serve", "websockets", "websockets.sync.client", error=ImportError)
         if not re.fullmatch(r"https?://[^/\s]+/?", address):
             raise WireError(f"address {address!r}, expected 'http://host:port' or 'https://host:port'", "address")
         if tls is not None and not address.startswith("https"):

@@ -76,7 +76,9 @@ class EnvEpisodes(EpisodeIndex):
         self.description = folder.read()
         self.agents: list[Any] = self.description["agents"]
         super().__init__(folder, ENV_EPISODES, [_AGENT_STEPS])
-        self._places = {(run, id_): place for place, (run, id_) in enumerate(self._keys())}
+        keys = list(zip(self.runs.tolist(), self.ids.tolist(), strict=True))  # pieces of one episode have the same
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._first_of: Ints = np.array([self._places[key] for key in keys], np.int64)  # a number for each run and id
         folders = [(each, folder.module(name, self.version)) for name, each in self.description["modules"].items()]
         self.modules = [ModuleEpisodes(module_id, each, self) for module_id, each in folders if each.numbers()]
         self.columns = {each.module_id: each.columns for each in self.modules}
@@ -105,18 +107,13 @@ class EnvEpisodes(EpisodeIndex):
         is_whole = (self.t_started == 0) & (self.terminated | self.truncated)
         return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
 
-    def _keys(self) -> list[tuple[int, str]]:
-        """Run and id of each episode; pieces of one episode have the same."""
-        return list(zip(self.runs.tolist(), self.ids.tolist(), strict=True))
-
     def pieces_of(self, folder: DatasetFolder, table: Any) -> Ints:
         """The number of the environment's episode of each of a module's chunks, i64[P].
 
         Where fragments are missing, an episode is there in pieces: a chunk is of the piece in which its last step ends.
         """
-        stops = self.t_started + self.num_steps
+        stops, first_of = self.t_started + self.num_steps, self._first_of
         most = 1 + int(stops.max(initial=0))
-        first_of = np.array([self._places[key] for key in self._keys()], np.int64)  # one number for each run and id
         order = np.lexsort((stops, first_of))
         ends = first_of[order] * most + stops[order]
         texts = table.column(ENV_EPS_ID).combine_chunks().cast("string").to_pylist()

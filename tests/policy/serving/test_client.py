@@ -420,4 +420,4 @@ def test_a_client_without_websockets_names_the_extra() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "imported\n", ran.stderr
-    assert ran.stderr.endswith("PolicyClient takes the package websockets: pip install rollflow[serve]\n")
+    assert ran.stderr.endswith("PolicyClient takes the package websockets: pip install 'rollflow[serve]'\n")
