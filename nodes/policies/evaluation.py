@@ -45,13 +45,18 @@ def env_to_evaluate(asked: Any, given: Any, *, may_be_id: bool) -> Any:
     Raises PolicyError for what makes no environments one by one, and TypeError for a number of episodes.
     """
     made = given if asked is None else asked
-    if is_whole(made):
-        raise TypeError(f"evaluate's env is {made}, expected what makes environments: the number is episodes={made}")
+    _refuse_count(made)
     if not callable(made) and not (may_be_id and isinstance(made, str | EnvSpec)):
         whose = "the rollout was given" if asked is None else "env is"
         kinds = "an id, or a function that makes one" if may_be_id else "a function that makes an environment"
         raise PolicyError(f"{whose} {name_of_env(made)}, expected env: {kinds}")
     return made
+
+
+def _refuse_count(env: Any) -> None:
+    """Raise TypeError for a number in the place of the environment."""
+    if is_whole(env):
+        raise TypeError(f"evaluate's env is {env}, expected what makes environments: the number is episodes={env}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +103,7 @@ def evaluated(policy: "Policy", env: EnvMaker, *, episodes: int, num_envs: int, 
     plain form has other spaces than the policy is made in its vectorized form, as a rollout makes it; slots of vector
     environments have a seed for their first episode, and go on with their generators.
     """
-    env = env_to_evaluate(env, None, may_be_id=True)
+    _refuse_count(env)
     with refused("there is nothing to evaluate"):
         check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     envs: list[gym.Env[Any, Any] | VectorEnv[Any, Any, Any]] = [_made(env, policy, min(num_envs, episodes))]
