@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rollflow.stream.data.errors import GraphError
+from rollflow.stream.data.errors import GraphError, noted
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, shape
 from rollflow.stream.graph.node import Composite, Gate, check_gate, methods_of
@@ -333,12 +333,9 @@ class Graph:
     def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
         """Call `take_sources` of the nodes that have it, and expand composite nodes again where they ask for it."""
         for name, take_sources in self.having("take_sources", names):
-            try:
-                drops = may_drop_before(name, self.edges)
+            drops = may_drop_before(name, self.edges)
+            with noted(f"in node '{name}'"):
                 changed = list(take_sources(self.sources_of(name), drops=drops, is_all=is_all))
-            except Exception as error:
-                error.add_note(f"in node '{name}'")
-                raise
             for prefix, whole in list(self.wholes.items()):
                 if any(whole is each for each in changed):
                     self._place(prefix, whole, whole.graph())

@@ -205,10 +205,12 @@ class MultiAgentLane:
         envs, agents = np.divmod(slots, len(lane.part.agents))
         now = self.vector_steps + 1
         ids = {env: self.episode_ids(env, self.clock.number(env, now)) for env in np.unique(envs).tolist()}
-        whose = agents if self._mapping.is_by_agent else slots
-        _, first, each = np.unique(whose, return_index=True, return_inverse=True)
-        modules = np.array([self._module_for(lane, slot, ids) for slot in slots[first].tolist()])
-        lane.assign(slots, modules[each])
+        if self._mapping.is_by_agent:
+            _, first, each = np.unique(agents, return_index=True, return_inverse=True)
+            modules = np.array([self._module_for(lane, slot, ids) for slot in slots[first].tolist()])[each]
+        else:
+            modules = np.array([self._module_for(lane, slot, ids) for slot in slots.tolist()])
+        lane.assign(slots, modules)
 
     def _module_for(self, lane: AgentLane, slot: int, episode_ids: Mapping[int, str]) -> int:
         """Place of the module that serves a slot from now on."""
