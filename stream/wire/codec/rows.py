@@ -65,7 +65,7 @@ class RowForm:
         check_infos(rows.infos, slots, f"{where}: infos")
         check_infos(rows.final_infos, slots, f"{where}: final_infos")
         is_step = isinstance(request, Step)
-        _check_columns(rows, [slots], f"{slots} numbers", where, is_step=is_step)
+        _check_columns(rows, [slots], where, is_step=is_step)
         terminateds: Any = rows.terminateds  # None after a reset
         ended = tuple(np.flatnonzero(terminateds | rows.truncateds).tolist()) if is_step else ()
         expected = () if self.autoreset == "NEXT_STEP" else ended
@@ -93,23 +93,23 @@ def _check_seeds(request: Reset, slots: int, where: str) -> None:
         raise WireError(f"{where}: {len(request.seeds)} seeds, expected {slots} or none", "request")
 
 
-def _check_columns(rows: Rows | AgentRows, counts: Sequence[int], expected: str, where: str, *, is_step: bool) -> None:
+def _check_columns(rows: Rows | AgentRows, counts: list[int], where: str, *, is_step: bool) -> None:
     """Raise WireError where rewards or flags are not there for every slot of a step, or rewards are not finite.
 
-    counts      slots of each part; of one agent there is one part
-    expected    the same in words
+    counts    slots of each part; of one agent there is one part
     """
     for name in ("rewards", "terminateds", "truncateds"):
         column = getattr(rows, name)
         parts = [column] if isinstance(column, np.ndarray) else column
-        if (parts is not None) != is_step or (is_step and [len(part) for part in parts] != list(counts)):
-            given = "nil" if column is None else shown(column)
-            raise WireError(f"{where}: {name} is {given}, expected {expected if is_step else 'nil'}", "rows")
-        for part, numbers in enumerate(parts if is_step and name == "rewards" else ()):
-            if not np.isfinite(numbers).all():
-                slot = int(np.argmin(np.isfinite(numbers)))
-                whose = f"slot {slot}" if numbers is column else f"agent slot {slot} of part {part}"
-                raise WireError(f"{where}: the reward of {whose} is {numbers[slot]}, expected a finite number", "rows")
+        if (parts is not None) != is_step or (is_step and [len(part) for part in parts] != counts):
+            given, numbers = "nil" if column is None else shown(column), f"{', '.join(map(str, counts))} numbers"
+            expected = "nil" if not is_step else f"arrays of {numbers}" if isinstance(rows, AgentRows) else numbers
+            raise WireError(f"{where}: {name} is {given}, expected {expected}", "rows")
+        for part, rewards in enumerate(parts if is_step and name == "rewards" else ()):
+            if not np.isfinite(rewards).all():
+                slot = int(np.argmin(np.isfinite(rewards)))
+                whose = f"slot {slot}" if rewards is column else f"agent slot {slot} of part {part}"
+                raise WireError(f"{where}: the reward of {whose} is {rewards[slot]}, expected a finite number", "rows")
 
 
 def _check_numbers(space: gym.Space[Any], items: Tree, slots: Sequence[int], where: str, what: str = "slot") -> None:
@@ -197,8 +197,7 @@ class AgentForm:
         """
         where, is_step = f"{request.kind} {rows.number} of lane {rows.lane}", isinstance(request, Step)
         seen, obs = self._observed(rows.agent_slots, rows.obs, slots, (where, "obs"))
-        counts = [slots * size for size in self.sizes]
-        _check_columns(rows, counts, f"arrays of {', '.join(map(str, counts))} numbers", where, is_step=is_step)
+        _check_columns(rows, [slots * size for size in self.sizes], where, is_step=is_step)
         ended = _envs_ended(rows, is_step, slots, where)
         _check_infos(rows.infos, slots, len(self.agents), f"{where}: infos")
         _check_infos(rows.first_infos, len(ended), len(self.agents), f"{where}: first_infos")
