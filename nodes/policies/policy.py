@@ -747,7 +747,7 @@ class Policy:
             raise
 
     def _lane(self, ids: Ids) -> SessionLane:
-        prepare = EnvToModule(self.env_to_module, self.module, explore=self.explore)
+        prepare = EnvToModule(self.env_to_module, self.module, explore=self.explore, finite=False)
         lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space, prepare)
         lane.first_step, lane.shared_data = self.trained_on.get(VECTOR_STEPS, 0), dict(self._sampling)
         return lane

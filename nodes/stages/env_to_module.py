@@ -155,6 +155,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         module      what the pieces see as `rl_module`
         explore     what the pieces see as `explore`
         metrics     what the pieces see as `metrics`
+        finite      whether every reward is to be a finite number; sessions have NaN where none was given
         of_lanes    keywords of `CuttingStage`
     """
 
@@ -165,10 +166,11 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         *,
         explore: bool = True,
         metrics: Any = None,
+        finite: bool = True,
         **of_lanes: Any,
     ) -> None:
         super().__init__(PreparedBatch, **of_lanes)
-        self.pipeline = pipeline
+        self.pipeline, self._finite = pipeline, finite
         self._module, self._explore, self._metrics = module, explore, metrics
         self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
         self._is_compared = False
@@ -219,7 +221,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
     def _cut(self, fragment: Any) -> Any:
         """Count a fragment. Raises EnvError, with lane, slot and step, for a reward that is no finite number."""
         rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
-        if not np.isfinite(rewards).all():
+        if self._finite and not np.isfinite(rewards).all():
             row, slot = np.argwhere(~np.isfinite(rewards))[0].tolist()
             step = fragment.sequence * fragment.layout.num_rows + row
             where = f"lane {fragment.lane}, slot {slot}, vector step {step}"
