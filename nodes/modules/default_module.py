@@ -360,7 +360,6 @@ class DefaultModule(RLModule):
     """
 
     config: DefaultModelConfig
-    masks_actions: bool  # whether observations have a mask that it heeds
 
     def setup(self) -> None:
         """Make the network. Raises ModuleError for spaces, ValueError for a config that it can't be made for."""

@@ -13,6 +13,7 @@ A logit of `RULED_OUT` or less rules its action out: -inf, the least finite floa
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +87,11 @@ class DistributionType:
             logits = logits.float() if logits.dtype in _HALF else logits
         return self._make(logits)
 
+    @property
+    def is_categorical(self) -> bool:
+        """True if it makes a `Categorical` of the logits as they are."""
+        return isinstance(self._make, partial) and self._make.func is Categorical
+
 
 def distribution_for(space: gym.Space[Any]) -> DistributionType:
     """Distribution over a space. Raises ModuleError for a space that has none here."""
@@ -145,6 +151,10 @@ class Categorical:
         # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
         return self._numbered((self.log_probs - race).argmax(-1))
 
+    def like(self, logits: Tensor) -> "Categorical":
+        """A distribution over the same actions, from other logits f32[B, n]."""
+        return Categorical(logits, self._start, self._dtype)
+
     def sample_with_logp(self, races: "Races | JointRaces") -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Actions, space's dtype[B], and their log-probabilities f32[B]: `sample` and `logp` in half the time.
 
@@ -188,28 +198,40 @@ class Races:
     offsets    i64[B], start of each row in the flattened array that was drawn last
     """
 
-    __slots__ = ("_drawn", "_next", "_random", "_shape", "offsets")
+    __slots__ = ("_count", "_left", "_random", "_shape", "_steps", "offsets")
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
-        self._drawn: NDArray[np.float32] = np.empty(0, np.float32)
-        self._next = 0
+        self._left: NDArray[np.float32] = np.empty(0, np.float32)  # those for steps of this shape, and the rest
+        self._steps: Iterator[Any] = iter(())
         self._shape: tuple[int, ...] = ()
+        self._count = 1  # numbers in a step
         self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
 
     def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Gumbel numbers, f32[B, n]: the action whose log-probability plus number is largest has won the race."""
-        count, place = math.prod(shape), self._next
-        if shape != self._shape:
-            self._shape, self.offsets = shape, np.arange(shape[0]) * shape[1]
+        if shape == self._shape:
+            for numbers in self._steps:
+                return numbers  # type: ignore[no-any-return]
+        steps = self._steps_of(shape)
+        self._steps = iter(steps)
+        return next(self._steps, np.empty(shape, np.float32))
+
+    def _steps_of(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Numbers for some steps, f32[T, B, n]; none where a step needs none."""
         # Shapes may change from step to step, with the agents that act: all of them share the numbers drawn.
-        if place + count > len(self._drawn):
+        used = (len(self._left) // self._count - operator.length_hint(self._steps)) * self._count
+        self._left = self._left[used:]
+        self._shape, self.offsets = shape, np.arange(shape[0]) * shape[1]
+        count = math.prod(shape)
+        self._count = count or len(self._left) + 1
+        if count > len(self._left):
             drawn = self._random.standard_exponential(max(1, _DRAWN // count) * count, np.float32)
             # Without this floor, a drawn 0 would let an action win that is ruled out.
             np.log(np.maximum(drawn, _SMALLEST, out=drawn), out=drawn)
-            self._drawn, place = np.negative(drawn, out=drawn), 0
-        self._next = place + count
-        return self._drawn[place : place + count].reshape(shape)
+            self._left = np.negative(drawn, out=drawn)
+        steps = len(self._left) // self._count
+        return self._left[: steps * self._count].reshape(steps, *shape)
 
 
 class JointRaces:

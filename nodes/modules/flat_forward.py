@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -61,6 +62,9 @@ _METHODS_OF_SHAPE = frozenset(
     "__len__ dim ndimension nelement numel size element_size is_floating_point _set_grad_enabled".split()
 )
 _PROPERTIES_OF_SHAPE = frozenset("shape dtype device ndim".split())
+
+_ONLY_TENSORS = {Tensor}
+_kind = attrgetter("shape", "dtype")
 
 COMPARED = 8  # passes of each kind of batch that a watched module does both ways
 MOST_KINDS = 16
@@ -101,7 +105,10 @@ class FlatForward:
             [(name, leaf)] = batch.items()
             single = self._single.get(name)
             if single is not None and type(leaf) is Tensor and leaf.shape == single[0] and leaf.dtype is single[1]:
-                return self._replayed(batch, single[2], (leaf,))
+                try:
+                    return single[2](leaf)  # type: ignore[no-any-return]
+                except Exception as error:
+                    return self._after(error, batch)
             nested = self._nested.get(name)
             if nested is not None and (given := _parts(leaf, nested[0])) is not None and _kinds(given) == nested[1]:
                 return self._replayed(batch, nested[2], given)
@@ -184,10 +191,14 @@ class FlatForward:
         try:
             return flat(*leaves)  # type: ignore[no-any-return]
         except Exception as error:
-            if self._weights is not None:
-                raise
-            self._give_up(error)
-            return self._forward(batch)
+            return self._after(error, batch)
+
+    def _after(self, error: Exception, batch: Batch) -> Batch:
+        """The module's own output, after a replay has failed."""
+        if self._weights is not None:
+            raise error
+        self._give_up(error)
+        return self._forward(batch)
 
     def _give_up(self, error: Exception) -> None:
         told = str(error) if isinstance(error, ValueDependent) else f"{type(error).__name__}: {error}"
@@ -206,11 +217,11 @@ def _parts(column: Any, keys: list[Any]) -> list[Tensor] | None:
         parts = [column[key] for key in keys]
     except KeyError:
         return None
-    return parts if all(type(part) is Tensor for part in parts) else None
+    return parts if {*map(type, parts)} == _ONLY_TENSORS else None
 
 
 def _kinds(leaves: Sequence[Tensor]) -> list[Any]:
-    return [(leaf.shape, leaf.dtype) for leaf in leaves]
+    return list(map(_kind, leaves))
 
 
 @dataclass(frozen=True, slots=True)

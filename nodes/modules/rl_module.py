@@ -28,6 +28,7 @@ class RLModule(torch.nn.Module):
     """
 
     framework = "torch"
+    masks_actions = True  # False: it is known to rule no action out by a finite logit, so that nobody need look for it
 
     def __init__(
         self,

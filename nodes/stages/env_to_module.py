@@ -185,7 +185,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 self._show_ended(lane)
             if lane.index not in self._lanes:
                 self._take_in(lane)
-            lane.shared_data["step"] = lane.step
+            lane.shared_data["step"] = lane.first_step + lane.vector_steps
             lane.batch = batch_of(
                 lane.episodes, self.pipeline, self._module, self._explore, lane.shared_data, self._metrics
             )

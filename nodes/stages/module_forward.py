@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rollflow.stream.observe.waits import Wait
 
 _LOOK_EVERY = 16
+# What torch's own context manager is made of, which takes as long as a small operation.
+_inference_mode: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 # What a rollout records itself, of which an output would be something else.
 _KEPT = {
     Columns.OBS,
@@ -65,7 +67,6 @@ class ModuleForward:
         self.module = module
         self.policy_version = weights.version
         self._weights, self._before = weights, before
-        self._inference_mode = torch.inference_mode()  # made once: making it costs more than a small forward pass
         forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
         )
@@ -139,7 +140,7 @@ class ModuleForward:
         # A module that does it once does it always: to look at every pass would cost as much as a small operation.
         looks = self._passes % _LOOK_EVERY == 1
         versions = _versions(batch) if looks else None
-        with self._inference_mode:
+        with _inference_mode(True):
             output = self._forward(batch)
         if looks and versions != _versions(batch):
             raise ModuleError(

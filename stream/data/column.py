@@ -21,7 +21,17 @@ class Column:
     The tree is one array for a Box or Discrete space, and a dict or tuple of arrays for a nested one.
     """
 
-    __slots__ = ("_array", "_leaves", "_shape", "_source_dtype", "_source_dtypes", "_treespec", "name", "tree")
+    __slots__ = (
+        "_array",
+        "_keys",
+        "_leaves",
+        "_shape",
+        "_source_dtype",
+        "_source_dtypes",
+        "_treespec",
+        "name",
+        "tree",
+    )
 
     def __init__(self, name: str, tree: Tree) -> None:
         self.name = name
@@ -33,6 +43,10 @@ class Column:
         else:
             self._leaves, self._array = leaves_of(tree), None
             self._treespec = optree.tree_structure(tree, none_is_leaf=True)
+        self._keys: list[Any] = []  # of the leaves, where these are the parts of a dict
+        if type(tree) is dict:
+            keys = {id(part): key for key, part in tree.items()}
+            self._keys = [keys[id(leaf)] for leaf in self._leaves] if keys.keys() == set(map(id, self._leaves)) else []
         self._shape = self._leaves[0].shape[1:] if self._leaves else ()
         # dtypes of the last whole row written: only others are checked before they are cast.
         self._source_dtypes = [leaf.dtype for leaf in self._leaves]
@@ -49,7 +63,11 @@ class Column:
     def row(self, row: int) -> Tree:
         """Row `row`, a tree of views `any[N, ...]`."""
         array = self._array
-        return array[row] if array is not None else self._treespec.unflatten([leaf[row] for leaf in self._leaves])
+        if array is not None:
+            return array[row]
+        if self._keys:
+            return {key: leaf[row] for key, leaf in self.tree.items()}
+        return self._treespec.unflatten([leaf[row] for leaf in self._leaves])
 
     def rows(self, start: int, stop: int) -> Tree:
         """Rows `start` to `stop`, a tree of views `any[stop - start, N, ...]`."""
@@ -187,8 +205,11 @@ class Column:
     def _alike(self, values: Tree) -> list[NDArray[Any]] | None:
         """The leaves of a whole row that needs no check: arrays of the shapes and dtypes of the last one; else None."""
         try:
-            parts: list[Any] = self._treespec.flatten_up_to(values)
-        except ValueError:
+            if self._keys and type(values) is dict and len(values) == len(self._keys):
+                parts: list[Any] = [values[key] for key in self._keys]
+            else:
+                parts = self._treespec.flatten_up_to(values)
+        except (KeyError, ValueError):
             return None
         for leaf, part, dtype in zip(self._leaves, parts, self._source_dtypes, strict=True):
             if type(part) is not np.ndarray or part.dtype is not dtype or part.shape != leaf.shape[1:]:

@@ -539,10 +539,8 @@ class Lane(SlotLane):
 
     def _advance(self, infos: Mapping[str, Any], final: tuple[Tree, Mapping[str, Any]] | None) -> None:
         fragment, row = self.fragment, self.row
-        terminateds, truncateds = (
-            fragment.columns[Columns.TERMINATEDS].tree[row],
-            fragment.columns[Columns.TRUNCATEDS].tree[row],
-        )
+        columns = fragment.columns
+        terminateds, truncateds = columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row]
         self.num_steps += self.layout.num_slots
         self.vector_steps += 1
         self.row = row + 1

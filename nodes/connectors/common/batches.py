@@ -24,7 +24,7 @@ from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -139,7 +139,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     Matrix products may round differently there: the same observation, in another row of a fragment, would give other
     last bits.
     """
-    return tensor.clone() if tensor.data_ptr() % _ALIGNED_BYTES else tensor
+    return tensor.clone() if tensor.data_ptr() % ALIGNED_BYTES else tensor
 
 
 def as_array(leaf: Any) -> Any:

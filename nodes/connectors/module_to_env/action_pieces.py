@@ -42,7 +42,8 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 RACES = "races"
 """Key in `shared_data` of the lane's `Races`."""
 
-_FEW = 32  # numbers
+_FEW = 128  # numbers
+_MOST_SIZES = 64  # of batches
 _OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
 
 
@@ -113,8 +114,7 @@ class GetActions(ConnectorV2):
         races = shared_data.get(RACES)
         if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
             actions, logp = distribution.sample_with_logp(races)
-            # Where any row's logits are unusable.
-            if not np.add.reduce(logp) > -np.inf or (may_mask(rl_module) and rules_all_out(logits.numpy())):
+            if not are_usable(logits.numpy(), logp, may_mask(rl_module)):
                 refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
         else:
             refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
@@ -195,11 +195,22 @@ def may_mask(rl_module: Any) -> bool:
 
 def rules_all_out(logits: NDArray[Any]) -> bool:
     """True if one of the rows, f32[N, n] of one Discrete action, rules out every action."""
-    is_small = logits.size <= _FEW  # then Python is quicker than numpy
-    lowest = min(logits.reshape(-1).tolist()) if is_small else np.minimum.reduce(logits, axis=None)
-    if lowest > RULED_OUT:  # none is: in a third of the time
+    if np.minimum.reduce(logits, axis=None) > RULED_OUT:  # none is: in a third of the time
         return False
     return not np.minimum.reduce(np.maximum.reduce(logits, axis=-1)) > RULED_OUT
+
+
+def are_usable(logits: NDArray[np.float32], logp: NDArray[np.float32], may_mask: bool) -> bool:
+    """False where logits, f32[N, n] of one Discrete action, may be NaN or +inf, or rule every action of a row out.
+
+    logp        f32[N]  log-probabilities of actions sampled from them
+    may_mask    whether finite logits may rule actions out
+    """
+    if logits.size <= _FEW:  # then Python is quicker than numpy
+        numbers = logits.ravel().tolist()
+        if min(numbers) > RULED_OUT and sum(numbers) < np.inf:
+            return True
+    return bool(np.add.reduce(logp) > -np.inf) and not (may_mask and rules_all_out(logits))
 
 
 def refuse_unusable(

@@ -6,15 +6,14 @@ them would in turn, or None where they can't: then the pieces are called.
 
 import abc
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import optree
 import torch
-from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.batches import (
+    ALIGNED_BYTES,
     MEMORIZED,
     BatchIndividualItems,
     NumpyToTensor,
@@ -35,6 +34,7 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
     NormalizeAndClipActions,
     RemoveSingleTsTimeRankFromBatch,
     UnBatchToIndividualItems,
+    are_usable,
     may_mask,
     refuse_infinite,
     refuse_unusable,
@@ -48,7 +48,6 @@ from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
-_MOST_SIZES = 64  # of batches
 _UNKNOWN: Any = object()
 
 
@@ -100,9 +99,16 @@ class FusedObservations(FusedPieces):
         if not self._fits:
             return None
         if type(observations) is np.ndarray:
-            return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
+            if not observations.flags.carray:
+                return None
+            tensor = torch.from_numpy(observations)
+            return {Columns.OBS: tensor if not tensor.data_ptr() % ALIGNED_BYTES else aligned(tensor)}
         if type(observations) is dict and all(map(_is_usable, observations.values())):
-            return {Columns.OBS: {key: aligned(torch.from_numpy(leaf)) for key, leaf in observations.items()}}
+            tensors = {key: torch.from_numpy(leaf) for key, leaf in observations.items()}
+            for key, tensor in tensors.items():
+                if tensor.data_ptr() % ALIGNED_BYTES:
+                    tensors[key] = aligned(tensor)
+            return {Columns.OBS: tensors}
         leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
         if not all(map(_is_usable, leaves)):
             return None
@@ -131,7 +137,9 @@ class FusedActions(FusedPieces):
         self._made: Any = None  # maker of distributions that the module gave last
         self._type: Any = None  # the same, if these are categorical ones, or normal ones over floats; else None
         self._is_categorical = False
+        self._one: Categorical | None = None  # of categorical ones that `like` makes as well
         self._asks = True  # at every step: a module may say otherwise by a method of its own
+        self._may_mask = True
 
     def __call__(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
@@ -171,85 +179,72 @@ class FusedActions(FusedPieces):
         generator: torch.Generator | None,
     ) -> tuple[Batch | None, bool]:
         """The batch with actions, and False where the inputs that they were sampled from may be unusable."""
-        changes = self._clip.changes_actions
-        if changes and Columns.ACTIONS_FOR_ENV in batch:
+        arrays: Batch = {}
+        try:
+            for name, value in batch.items():
+                arrays[name] = value.numpy()
+        except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
             return None, True
-        if Columns.ACTIONS in batch:  # the module has chosen
-            chosen = batch[Columns.ACTIONS]
-            is_whole = type(chosen) is torch.Tensor and not chosen.is_floating_point()
-            arrays, is_usable = _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
+        is_usable = True
+        if Columns.ACTIONS in arrays:  # the module has chosen
+            chosen = arrays[Columns.ACTIONS]
+            if chosen.dtype.kind == "f" and slots_with_nan(chosen):
+                return None, True
         else:
-            arrays, is_usable = self._sampled(module, batch, explore, races, generator)
-        if changes and arrays is not None:
+            logits = batch.get(Columns.ACTION_DIST_INPUTS)
+            if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
+                return None, True
+            if self._asks or module is not self._module or explore is not self._explore:
+                self._resolve(module, explore, logits)
+            chance = races if self._is_categorical else generator
+            if self._type is None or Columns.ACTION_LOGP in arrays:
+                return None, True
+            if chance is None and (explore or not self._is_categorical):
+                return None, True
+            is_usable = self._sample(arrays, logits, chance)
+        if self._clip.changes_actions:
+            if Columns.ACTIONS_FOR_ENV in arrays:
+                return None, True
             try:
                 self._clip(batch=arrays)
             except ConnectorError:  # which the piece raises again, and is named
                 return None, True
         return arrays, is_usable
 
-    def _sampled(
-        self,
-        module: Any,
-        batch: Batch,
-        explore: bool,
-        races: Races | JointRaces | None,
-        generator: torch.Generator | None,
-    ) -> tuple[Batch | None, bool]:
-        """The batch with actions, sampled from its inputs; the rest as for `_acted`."""
-        logits = batch.get(Columns.ACTION_DIST_INPUTS)
-        if logits is None or (races is None and explore) or Columns.ACTION_LOGP in batch:
-            return None, True
-        if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
-            return None, True
-        if self._asks or module is not self._module or explore is not self._explore:
-            self._resolve(module, explore, logits)
-        if self._type is None or not (self._is_categorical or generator is not None):
-            return None, True
-        arrays = _arrays_of(batch)
-        if arrays is None:
-            return None, True
-        distribution, given = self._type.from_logits(logits), arrays[Columns.ACTION_DIST_INPUTS]
-        if not explore:
+    def _sample(self, arrays: Batch, logits: torch.Tensor, chance: Any) -> bool:
+        """Add actions and their log-probabilities; False where the logits that they follow from may be unusable.
+
+        chance    random numbers as the distribution takes them
+        """
+        given = arrays[Columns.ACTION_DIST_INPUTS]
+        one = self._one if given.shape[1] == self._type.required_input_dim else None
+        distribution: Any = self._type.from_logits(logits) if one is None else one.like(logits)
+        if not self._explore:
             if self._is_categorical:
                 actions, logp = distribution.likeliest_with_logp()
             else:
                 actions, logp = distribution.to_deterministic().action.numpy(), np.zeros(len(given), np.float32)
-            is_usable = np.maximum.reduce(given, axis=None) < np.inf and not rules_all_out(given)
-        elif self._is_categorical:
-            actions, logp = distribution.sample_with_logp(races)
-            is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
-            is_usable = is_usable and not (may_mask(module) and rules_all_out(given))
+            is_usable = bool(np.maximum.reduce(given, axis=None) < np.inf) and not rules_all_out(given)
         else:
-            actions, logp = distribution.sample_with_logp(generator)
-            is_usable = abs(logp.dot(_ones(len(logp)))) < np.inf
+            actions, logp = distribution.sample_with_logp(chance)
+            if self._is_categorical:
+                is_usable = are_usable(given, logp, self._may_mask)
+            else:
+                is_usable = bool(abs(np.add.reduce(logp)) < np.inf)
         arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
-        return arrays, bool(is_usable)
+        return is_usable
 
     def _resolve(self, module: Any, explore: bool, logits: torch.Tensor) -> None:
         made = self._get.distribution_type(module, explore=explore)
         if made is not self._made:
-            kind = type(made.from_logits(logits)) if type(made) is DistributionType else None
-            self._made, self._type = made, made if kind in (Categorical, DiagGaussian) else None
-            self._is_categorical = kind is Categorical
+            one = made.from_logits(logits) if type(made) is DistributionType else None
+            self._made, self._type = made, made if type(one) in (Categorical, DiagGaussian) else None
+            self._is_categorical = type(one) is Categorical
+            self._one = one if type(one) is Categorical and made.is_categorical else None
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
         own = getattr(getattr(module, name, None), "__func__", None)
         self._asks = own is not getattr(RLModule, name)
-        self._module, self._explore = module, explore
-
-
-@lru_cache(_MOST_SIZES)
-def _ones(count: int) -> NDArray[np.float32]:
-    return np.ones(count, np.float32)
-
-
-def _arrays_of(batch: Batch) -> Batch | None:
-    arrays: Batch = {}
-    try:
-        for name, value in batch.items():
-            arrays[name] = value.numpy()
-    except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
-        return None
-    return arrays
+        self._module, self._explore, self._may_mask = module, explore, may_mask(module)
 
 
 _INTO_MODULE = (AddObservationsFromEpisodesToBatch, BatchIndividualItems, NumpyToTensor)
