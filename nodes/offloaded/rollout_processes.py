@@ -24,13 +24,13 @@ from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.waits import Wait
 
-# At the head of what a worker is set up with, i64 each:
+# Counters of a lane's rollout, i64 each, which its worker writes to:
 #   how many transitions it has made
 #   how often it has got on with something, which is what tells it from one that hangs
 #   two numbers of what is under way, as `CallMark` has them
 #   for how long each of its stages has been busy, in ns, when it got on with something last
 #   how many transitions the next vector step may end
-PROGRESS_BYTES = 128
+PROGRESS = slice(4, None)  # behind those of an `ActivityFlag`
 MARK, BUSY, UNDER_WAY = slice(2, 4), slice(4, 4 + len(STAGES)), 4 + len(STAGES)
 
 
@@ -75,16 +75,13 @@ class RolloutLink(LaneLink):
         """Have the rollout built, with the weights of its modules, and its first fragment made."""
         acting, plan = self.node.acting, self.node.plan_for(self.lane, self.starts)
         setup = pickled((acting, plan), _parts_of(acting))
-        block = SharedBlock(PROGRESS_BYTES + len(setup))
-        block.write(setup, PROGRESS_BYTES)
-        self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
+        self._progress = self.activity.memory[PROGRESS]
         self._progress[MARK] = 0, -1
         self._reported = 0
         self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
         self._seed = plan.seed
         self.versions, self.untaken = dict(plan.versions), 0
-        self.send(frame(FrameKind.SET_UP, number=block.size), block.fd)
-        block.close()
+        self.send_block(FrameKind.SET_UP, setup)
         self._turn()
 
     def _turn(self) -> None:

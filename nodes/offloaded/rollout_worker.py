@@ -6,8 +6,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_server import LaneServer, failure
@@ -15,7 +13,7 @@ from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.policy_weights import unpack_weights
 from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
-from rollflow.nodes.offloaded.rollout_processes import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
+from rollflow.nodes.offloaded.rollout_processes import BUSY, MARK, PROGRESS, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.packing import unpack
 
@@ -47,11 +45,10 @@ class RolloutServer(LaneServer):
                 self._rollout.take_states(unpack(SharedBlock(asked.number, asked.fd).taken().tobytes()))
             return b""
         if kind is FrameKind.SET_UP:
-            block = SharedBlock(asked.number, asked.fd).taken()
-            self._progress = block[:PROGRESS_BYTES].view(np.int64)
+            self._progress = self.phase.memory[PROGRESS]
             self._busy = self._progress[BUSY].data  # quicker than the array
             try:
-                return self._set_up(*pickle.loads(block[PROGRESS_BYTES:].tobytes()))
+                return self._set_up(*pickle.loads(SharedBlock(asked.number, asked.fd).taken().data))
             except Exception as error:
                 self._rollout = None
                 return failure(error, is_refusal=not is_of_environment(error))

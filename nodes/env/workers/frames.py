@@ -40,7 +40,7 @@ class FrameKind(IntEnum):
     STATES = 11  # a descriptor, and the bytes behind it: what the connectors of all workers have learnt
     FREE = 12  # (the block) nobody reads it any more
     DRAIN = 13  # what there is of the fragment is wanted now
-    PHASE = 21  # a descriptor, and the bytes behind it: where the worker says what its environments are at
+    PHASE = 21  # a descriptor, and the bytes behind it: where the worker says what it is at, and how far
     # From the worker
     READY = 14  # length of a packed dict: spaces, slots, autoreset mode
     DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 
-PHASE_BYTES = 32
+COUNTER_BYTES = 192  # of a lane: four counters of an `ActivityFlag`, and then those of a whole rollout
 
 
 class Activity(Enum):
@@ -25,51 +25,51 @@ class Activity(Enum):
 class ActivityFlag:
     """Says whether a lane's environments are being reset; told by whoever steps them, also from another process.
 
-    memory    i64[4], all 0 at first: how often a reset within a step has begun or ended; whether none can be told from
-              the step; the thread that steps; of lanes that take turns in a thread, whether it is this one's turn.
-              None: memory of this process alone
+    memory    i64[4], or longer, all 0 at first: how often a reset within a step has begun or ended; whether none can be
+              told from the step; the thread that steps; of lanes that take turns in a thread, whether it is this one's
+              turn. None: memory of this process alone
     """
 
     def __init__(self, memory: NDArray[np.int64] | None = None) -> None:
-        self._memory: NDArray[Any] = np.zeros(PHASE_BYTES // 8, np.int64) if memory is None else memory
+        self.memory: NDArray[Any] = np.zeros(4, np.int64) if memory is None else memory
 
     def turn(self) -> None:
         """A reset within a step begins, or has ended."""
-        self._memory[0] += 1
+        self.memory[0] += 1
 
     def set_blended(self, is_blended: bool) -> None:
         """Say whether these environments reset where nobody can tell it from their step."""
-        self._memory[1] = is_blended
+        self.memory[1] = is_blended
 
     def set_thread(self, native_id: int) -> None:
         """Say which thread of its process steps them."""
-        self._memory[2] = native_id
+        self.memory[2] = native_id
 
     def set_at_work(self, is_at_work: bool) -> None:
         """Say whether a thread that serves several lanes is at this one."""
-        self._memory[3] = is_at_work
+        self.memory[3] = is_at_work
 
     @property
     def is_at_work(self) -> bool:
         """True while a thread that serves several lanes is at this one."""
-        return bool(self._memory[3])
+        return bool(self.memory[3])
 
     @property
     def thread(self) -> int:
         """The native id of the thread that steps them; 0: it has not said so yet."""
-        return int(self._memory[2])
+        return int(self.memory[2])
 
     @property
     def turns(self) -> int:
         """Count of resets that have begun, and of those that have ended."""
-        return int(self._memory[0])
+        return int(self.memory[0])
 
     @property
     def doing(self) -> Activity:
         """Activity of the environments, while they are stepped."""
-        if self._memory[0] % 2:
+        if self.memory[0] % 2:
             return Activity.RESET
-        return Activity.BOTH if self._memory[1] else Activity.STEP
+        return Activity.BOTH if self.memory[1] else Activity.STEP
 
 
 _DOING = {Activity.STEP: "is in step()", Activity.RESET: "is in reset()", Activity.BOTH: "is in step() or reset()"}

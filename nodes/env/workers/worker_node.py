@@ -23,7 +23,7 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, fra
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
-from rollflow.nodes.env.workers.watch import PHASE_BYTES, Activity, ActivityFlag, ProgressMark, call_under_way
+from rollflow.nodes.env.workers.watch import COUNTER_BYTES, Activity, ActivityFlag, ProgressMark, call_under_way
 from rollflow.nodes.env.workers.worker_process import MOST_FDS, WorkerProcess, core_count, end_all, pickled
 from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
@@ -152,7 +152,7 @@ class LaneLink(LaneStatus, abc.ABC):
 
     def make(self) -> None:
         """Have the environments made."""
-        flag = SharedBlock(PHASE_BYTES)
+        flag = SharedBlock(COUNTER_BYTES)
         self.activity = ActivityFlag(flag.array().view(np.int64))
         self.send(frame(FrameKind.PHASE, number=flag.size), flag.fd)
         flag.close()
