@@ -250,7 +250,8 @@ class ParquetEpisodes(EpisodeIndex):
         order = np.argsort(chunks)  # as they lie in the files
         begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
         parts = {name: list[Tree]() for name in described}
-        groups = [(group, order[part]) for group, part in _parts(self.group[chunks[order]])]
+        numbers, firsts = np.unique(self.group[chunks[order]], return_index=True)
+        groups = [*zip(numbers.tolist(), np.split(order, firsts[1:]), strict=False)]  # none where there are no chunks
         reads = [partial(self._table, kind, list(described), *self.groups[group]) for group, _ in groups]
         with closing(in_pairs(reads)) as tables:
             for (_, mine), table in zip(groups, tables, strict=True):
@@ -271,10 +272,3 @@ class ParquetEpisodes(EpisodeIndex):
         """The table of a row group. In any thread."""
         with opened(self._folder, kind, number, self.footers[number][kind]) as file:
             return file.read_row_group(group, columns=names, use_threads=False)
-
-
-def _parts(values: Ints) -> Iterator[tuple[int, slice]]:
-    """Each value of i64[P], ascending, and where it stands."""
-    found, firsts = np.unique(values, return_index=True)
-    for value, first, end in zip(found.tolist(), firsts, np.append(firsts, len(values))[1:], strict=True):
-        yield value, slice(int(first), int(end))

@@ -164,12 +164,6 @@ class OpenEpisodes:
     chunk: Ints
     layout: FragmentLayout | None = None
 
-    @classmethod
-    def none(cls, layout: FragmentLayout) -> "OpenEpisodes":
-        """None of the slots has an episode."""
-        slots = layout.num_slots
-        return cls(np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.full(slots, -1), layout)
-
 
 class RowIndex:
     """Index over a ring of `num_rows` rows.
@@ -385,7 +379,8 @@ class RowIndex:
         if opened is not None and opened.layout is None and len(opened.number) == layout.num_slots:
             opened.layout = layout
         if opened is None or opened.layout is not layout:
-            opened = OpenEpisodes.none(layout)
+            slots = layout.num_slots
+            opened = OpenEpisodes(np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.full(slots, -1), layout)
         return opened
 
     def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
