@@ -155,7 +155,7 @@ class FileSet:
     def discard(self) -> None:
         """Close the files and remove them, as far as the disk allows."""
         for kind, file in self._files.items():
-            parts = file if kind not in self._writers else self._writers[kind], file
+            parts = self._writers.get(kind, file), file
             for remove in (*(part.close for part in parts), self._folder.partial(kind, self.number).unlink):
                 with suppress(OSError, ValueError):  # a disk that has failed may fail again
                     remove()
