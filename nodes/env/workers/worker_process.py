@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MOST_FDS = 64  # that come with what is received at a time
 UNKNOWN_CODE = 256  # of a process whose fork server has gone: no exit code is as large
 _ANSWERED_WITHIN_S = 1.0  # by a fork server
-_TRIES = 2  # of having one: it may be killed at any time
+_TRIES = 2  # in a row, of having one: it may be killed at any time
 _MOST_BYTES, _MOST_ORDER_FDS = 1 << 20, 253  # of an order to a fork server: as many as a system takes
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # that an import starts, and a fork lacks
 # A process that has done its work ends when all that was to be called at its exit has been called, which is why this
@@ -354,7 +354,7 @@ def _interpreter(order: str, descriptors: Sequence[int], environment: Mapping[st
 
 
 _servers: dict[str, _ForkServer] = {}  # by what they have imported
-_failures: Counter[str] = Counter()  # of servers, by what they were to import
+_failures: Counter[str] = Counter()  # of servers in a row, by what they were to import
 
 
 def _forked_off(
@@ -371,7 +371,7 @@ def _forked_off(
             server = _servers.pop(preload, None) or _ForkServer(preload, environment)
             with closing_on_error(server.stop):  # after a Ctrl-C its answer would be taken for that to the next order
                 process = server.fork(module, descriptors, environment)
-            _servers[preload] = server
+            _servers[preload], _failures[preload] = server, 0
             return process
         except OSError as error:
             _failures[preload] += 1
