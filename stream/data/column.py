@@ -19,6 +19,8 @@ class Column:
     """A tree of arrays `any[rows, N, ...]`: time first, then the N slots of a lane.
 
     The tree is one array for a Box or Discrete space, and a dict or tuple of arrays for a nested one.
+
+    views    of all rows, which who reads them at each step may keep here until `seal`; None: there are none
     """
 
     __slots__ = (
@@ -31,11 +33,13 @@ class Column:
         "_treespec",
         "name",
         "tree",
+        "views",
     )
 
     def __init__(self, name: str, tree: Tree) -> None:
         self.name = name
         self.tree = tree
+        self.views: Any = None
         self._leaves: list[NDArray[Any]]
         self._array: NDArray[Any] | None
         if isinstance(tree, np.ndarray):
@@ -194,6 +198,7 @@ class Column:
 
     def seal(self) -> None:
         """Make the arrays read-only."""
+        self.views = None
         for leaf in self._leaves:
             leaf.flags.writeable = False
 

@@ -46,6 +46,7 @@ from rollflow.nodes.modules.rl_module import RLModule, is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree
+from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 _UNKNOWN: Any = object()
@@ -90,7 +91,11 @@ class FusedObservations(FusedPieces):
     def __call__(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
-        return None if batch else self.batch_of(rl_module, episodes.newest())
+        if batch:
+            return None
+        if rl_module is self._module and self._fits and (recorded := _recorded(episodes)) is not None:
+            return {Columns.OBS: recorded}
+        return self.batch_of(rl_module, episodes.newest())
 
     def batch_of(self, rl_module: Any, observations: Tree) -> Batch | None:
         """The batch that the pieces make of observations, any[N, ...]; None where they are to be called."""
@@ -120,6 +125,36 @@ class FusedObservations(FusedPieces):
         if len(self._pieces) > len(_INTO_MODULE) and is_stateful(module):
             return False
         return module is not None and getattr(module, "framework", "torch") == "torch"
+
+
+def _recorded(episodes: LaneEpisodes) -> Tree | None:
+    """The newest observations as tensors, if a lane has recorded them as they are; None for others.
+
+    They are views that are made once for a whole fragment.
+    """
+    lane = episodes.lane
+    if not episodes.is_settled or type(lane) is not Lane or lane.episodes is not episodes:
+        return None
+    column, row = lane.fragment.columns[Columns.OBS], lane.row
+    views = column.views
+    if views is None:
+        views = column.views = _views_of(column.tree)
+    if type(views) is dict:
+        return {key: rows[row] for key, rows in views.items()}
+    return views[row] if views else None
+
+
+def _views_of(tree: Tree) -> Any:
+    """Tensors of all rows of an array any[rows, N, ...], or by key of a dict of them; () where rows are not usable."""
+    if type(tree) is dict:
+        views = {key: _views_of(leaf) for key, leaf in tree.items()}
+        return views if all(type(rows) is tuple and rows for rows in views.values()) else ()
+    if not _is_usable(tree) or tree.ctypes.data % ALIGNED_BYTES or tree.strides[0] % ALIGNED_BYTES:
+        return ()
+    try:
+        return torch.from_numpy(tree).unbind(0)
+    except TypeError:  # there are no tensors of this dtype
+        return ()
 
 
 def _is_usable(leaf: Any) -> bool:
