@@ -32,15 +32,11 @@ def processes_of(pid: int | None = None) -> set[psutil.Process]:
 
 def _is_our_own(process: psutil.Process, parent: int) -> bool:
     try:
-        return process.ppid() != parent or not _is_server(" ".join(process.cmdline()))
+        return process.ppid() != parent or "from multiprocessing." not in " ".join(process.cmdline())
     except psutil.ZombieProcess:  # it has ended, and nobody has waited for it
         return True
     except psutil.NoSuchProcess:
         return False
-
-
-def _is_server(command: str) -> bool:
-    return "from multiprocessing." in command or "await_order" in command
 
 
 def join_loop_workers() -> None:
@@ -61,10 +57,9 @@ def descriptors_here() -> set[tuple[int, str]]:
 
 def _of_servers() -> set[int | None]:
     """Descriptors by which fork servers and the tracker of resources know that this process has not ended."""
+    servers: list[Any] = [*worker_process._servers.values(), forkserver._forkserver]
     tracker: Any = resource_tracker._resource_tracker
-    alive: Any = forkserver._forkserver
-    ours = [server.sock.fileno() for server in worker_process._servers.values()]
-    return {tracker._fd, alive._forkserver_alive_fd, *ours}
+    return {tracker._fd, *(server._forkserver_alive_fd for server in servers if server is not None)}
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """A worker process, seen from the one that started it.
 
-Workers whose module is slow to import are forked off a server: a process like any of them that has imported it, and
-forks before it runs. Those of one module share a server, which ends with this process.
+Workers whose module is slow to import are forked off a server that has imported it, of `multiprocessing.forkserver`.
+Those of one module share a server, which is none of the program's own, and ends with this process.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import logging
@@ -17,9 +18,11 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, get_all_start_methods, resource_tracker
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -44,20 +47,19 @@ logger = logging.getLogger(__name__)
 MOST_FDS = 64  # that come with what is received at a time
 UNKNOWN_CODE = 256  # of a process whose fork server has gone: no exit code is as large
 _ANSWERED_WITHIN_S = 1.0  # by a fork server
-_TRIES = 2  # in a row, of having one: it may be killed at any time
-_MOST_BYTES, _MOST_ORDER_FDS = 1 << 20, 253  # of an order to a fork server: as many as a system takes
+_TRIES = 2  # of starting one: it may have been killed just then
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # that an import starts, and a fork lacks
 # A process that has done its work ends when all that was to be called at its exit has been called, which is why this
 # comes first in it: to take torch apart would take a second, and several where cores are busy.
 _PROGRAM = """
-import atexit, faulthandler, os, sys
-from importlib import import_module
+import atexit, os, sys
 done = []
 atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
+import faulthandler
+faulthandler.register({signal}, file={stacks}, all_threads=False)
 sys.path[:], sys.argv[:] = {path!r}, {argv!r}
-module, life, stacks, *fds = {order}
-faulthandler.register({signal}, file=stacks, all_threads=False)
-import_module(module).main(life, fds)
+from {module} import main
+main({life}, {fds})
 done.append(True)
 """
 _is_worker = False  # this process
@@ -115,7 +117,7 @@ class WorkerProcess:
             with closing_on_error(self._let_go):
                 forked = None if preload is None else _forked_off(preload, module, descriptors, environment)
                 self._process: _ForkedProcess | subprocess.Popen[bytes]
-                self._process = forked or _interpreter(repr((module, *descriptors)), descriptors, environment)
+                self._process = forked or _spawned(module, descriptors, environment)
         finally:
             os.close(life)
             for other in theirs:
@@ -191,7 +193,7 @@ class WorkerProcess:
         """In a process that was forked off this one: the worker is the other's alone."""
         self.is_ours = False
         if isinstance(self._process, _ForkedProcess):
-            self._process.status.close()
+            self._process.let_go()
         self._let_go()
 
     def _has_number(self) -> bool:
@@ -213,19 +215,69 @@ class WorkerProcess:
             self._pidfd = -1
 
 
+@dataclass(frozen=True, slots=True)
+class _ForkedProgram:
+    """Program of a forked process, which `multiprocessing` unpickles and runs there by `_bootstrap`.
+
+    outputs    descriptors that the process is to write to, 1 and 2, as far as they are open here
+    """
+
+    module: str
+    outputs: Sequence[int]
+    environment: Mapping[str, str]
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Run `main` of the module as it would run in a process of its own: its exit code."""
+        os.setpgid(0, 0)  # an interrupt at the terminal is for the parent to deal with
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        server: Any = forkserver._forkserver
+        tracker: Any = resource_tracker._resource_tracker
+        for fd in (parent_sentinel, server._forkserver_alive_fd, tracker._fd):  # which others would wait for
+            os.close(fd)
+        tracker._fd = None  # this process starts its own, if it needs one
+        gc.freeze()  # collections would copy the memory that is shared
+        os.environ.clear()
+        os.environ.update(self.environment)
+        inherited = forkserver.get_inherited_fds() or []
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for standard, fd in zip((0, *self.outputs), (nothing, *inherited), strict=False):
+            os.dup2(fd, standard)
+            os.close(fd)
+        life, stacks, *sockets = inherited[len(self.outputs) :]
+        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
+        for name, random in (("numpy", "numpy.random"), ("torch", "torch")):
+            if name in sys.modules:
+                importlib.import_module(random).seed()  # else all processes would draw the same
+        try:
+            importlib.import_module(self.module).main(life, sockets)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)  # noqa: T201  # as an interpreter does
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code
+
+
 class _ForkedProcess:
     """A process that a fork server has forked off: what is used of `subprocess.Popen`.
 
-    status        gives its exit code, once it has ended, or ends with the server
     pid           its number
     returncode    None until it has been waited for; `UNKNOWN_CODE` if the server has gone, which alone knows it
     """
 
-    pid: int
-    returncode: int | None = None
-
     def __init__(self, status: int) -> None:
-        self.status = open(status, "rb", buffering=0)
+        self._status = status
+        with closing_on_error(self.let_go):
+            self.pid: int = forkserver.read_signed(status)
+        self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it has ended: its code. Raises `subprocess.TimeoutExpired` after so many seconds.
@@ -234,118 +286,30 @@ class _ForkedProcess:
         """
         if self.returncode is None:
             poll = select.poll()
-            poll.register(self.status, select.POLLIN)
+            poll.register(self._status, select.POLLIN)
             is_answered = poll.poll(1e3 * (_ANSWERED_WITHIN_S if timeout is None else timeout))
             if not is_answered and timeout is not None:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self.returncode = int((is_answered and self.status.read(16)) or UNKNOWN_CODE)
-            self.status.close()
+            self.returncode = UNKNOWN_CODE
+            if is_answered:
+                with contextlib.suppress(EOFError):  # the server has gone
+                    self.returncode = forkserver.read_signed(self._status)
+            self.let_go()
         return self.returncode
 
-
-class _ForkServer:
-    """A process that has imported `preload`, and forks off those of `fork`, one order at a time.
-
-    Its only link to others is a pair of sockets without a name: it ends when this end of it is closed.
-    """
-
-    def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
-        os.close(os.pidfd_open(os.getpid()))  # which it sees ends by; some sandboxes don't know it
-        self.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other, closing_on_error(self.sock.close):
-            order = f"import_module({__name__!r}).await_order({preload!r}, {other.fileno()})"
-            self._process = _interpreter(order, [other.fileno()], environment)
-
-    def fork(self, module: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> _ForkedProcess:
-        """A process that runs `main` of a module. Raises OSError where there can be none."""
-        outputs = [fd for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")]
-        order = pickle.dumps((module, os.getcwd(), sys.path, sys.argv, dict(environment), outputs))
-        status, written = os.pipe()
-        process = _ForkedProcess(status)
-        with closing_on_error(process.status.close):
-            try:
-                socket.send_fds(self.sock, [order], [written, *outputs, *descriptors])
-            finally:
-                os.close(written)
-            answer = self.sock.recv(_MOST_BYTES)
-            if not answer.isdigit():
-                raise OSError(answer.decode() or "it has ended")
-        process.pid = int(answer)
-        return process
-
-    def stop(self) -> None:
-        """End it; the processes that it has forked off go on."""
-        self.sock.close()
-        self._process.kill()
-        self._process.wait()
+    def let_go(self) -> None:
+        """Close its descriptor: nothing more is to be known of it."""
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
 
 
-def await_order(preload: str, fd: int) -> tuple[Any, ...]:
-    """In a fork server: import a module, and fork off a process for every order that comes over a socket.
-
-    Returns in each of these processes: module, life, stacks and sockets, as `_PROGRAM` has them. The server itself ends
-    here, once the other end of the socket is closed.
-    """
-    importlib.import_module(preload)
-    gc.freeze()  # collections would copy the memory that is shared
-    orders = socket.socket(fileno=fd)
-    if len(os.listdir("/proc/self/task")) > 1:
-        orders.send(b"an import of it has begun threads")
-        os._exit(0)
-    running: dict[int, tuple[int, int]] = {}  # by what tells of its end: a process, and where its exit code goes
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while True:
-        for ready, _ in poll.poll():
-            if ready != fd:
-                poll.unregister(ready)
-                pid, status = running.pop(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with contextlib.suppress(BrokenPipeError):  # it is not waited for any more
-                    os.write(status, b"%d" % code)
-                os.close(status)
-                os.close(ready)
-                continue
-            order, fds, _, _ = socket.recv_fds(orders, _MOST_BYTES, _MOST_ORDER_FDS)
-            if not order:
-                os._exit(0)  # without taking apart what it has imported
-            pid = os.fork()
-            if not pid:
-                orders.close()
-                for each in (*running, *(status for _, status in running.values()), fds[0]):
-                    os.close(each)
-                return _begun(order, fds[1:])
-            running[ended := os.pidfd_open(pid)] = pid, fds[0]
-            poll.register(ended, select.POLLIN)
-            for each in fds[1:]:
-                os.close(each)
-            orders.send(b"%d" % pid)
-
-
-def _begun(order: bytes, descriptors: Sequence[int]) -> tuple[Any, ...]:
-    """In a forked process: be as the one that has given the order; its module and its other descriptors."""
-    os.setpgid(0, 0)  # an interrupt at the terminal is for the parent to deal with
-    module, folder, sys.path[:], sys.argv[:], environment, outputs = pickle.loads(order)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    for standard, fd in zip(outputs, descriptors, strict=False):
-        os.dup2(fd, standard)
-        os.close(fd)
-    for name, random in (("numpy", "numpy.random"), ("torch", "torch")):
-        if name in sys.modules:
-            importlib.import_module(random).seed()  # else all processes would draw the same
-    return module, *descriptors[len(outputs) :]
-
-
-def _interpreter(order: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A Python process that runs `_PROGRAM`, and has these descriptors.
-
-    order    expression that gives module, life, stacks and sockets
-    """
-    program = _PROGRAM.format(path=sys.path, argv=sys.argv, order=order, signal=int(DUMP_SIGNAL))
+def _spawned(module: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process that imports for itself."""
+    life, stacks, *fds = descriptors
+    parts = {"path": sys.path, "argv": sys.argv, "module": module, "signal": int(DUMP_SIGNAL)}
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", _PROGRAM.format(life=life, stacks=stacks, fds=fds, **parts)],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
         process_group=0,  # an interrupt at the terminal is for us to deal with
@@ -353,8 +317,7 @@ def _interpreter(order: str, descriptors: Sequence[int], environment: Mapping[st
     )
 
 
-_servers: dict[str, _ForkServer] = {}  # by what they have imported
-_failures: Counter[str] = Counter()  # of servers in a row, by what they were to import
+_servers: dict[str, forkserver.ForkServer | None] = {}  # by what they have imported; None: it can't be had
 
 
 def _forked_off(
@@ -364,25 +327,97 @@ def _forked_off(
 
     A server has one thread, and imports with one for each library: a fork has no other.
     """
-    if not hasattr(os, "pidfd_open") or any(environment.get(each, "1") != "1" for each in _THREADS):
+    has_servers = "forkserver" in get_all_start_methods() and hasattr(os, "pidfd_open")
+    if not has_servers or any(environment.get(each, "1") != "1" for each in _THREADS):
         return None
-    while _failures[preload] < _TRIES:
+    server: Any = _servers.setdefault(preload, forkserver.ForkServer())
+    if server is None:
+        return None
+    for _ in range(_TRIES):
         try:
-            server = _servers.pop(preload, None) or _ForkServer(preload, environment)
-            with closing_on_error(server.stop):  # after a Ctrl-C its answer would be taken for that to the next order
-                process = server.fork(module, descriptors, environment)
-            _servers[preload], _failures[preload] = server, 0
-            return process
-        except OSError as error:
-            _failures[preload] += 1
+            return _forked_by(server, preload, module, descriptors, environment)
+        except (OSError, EOFError, RunError) as error:
             logger.info("worker processes may import %s each, as no fork server can: %s", preload, error)
+            _stop_server(server)  # the next try starts another
+            if isinstance(error, RunError):
+                break  # which would begin them again
+        except KeyboardInterrupt:  # a process that it forks later would print that no order has come
+            _stop_server(server)
+            raise
+    _servers[preload] = None
     return None
 
 
-@atexit.register
-def _stop_servers() -> None:
-    while _servers:
-        _servers.popitem()[1].stop()
+def _forked_by(
+    server: Any, preload: str, module: str, descriptors: Sequence[int], environment: Mapping[str, str]
+) -> _ForkedProcess:
+    """A process forked off a server. Raises OSError or EOFError if the server breaks, RunError if it has threads."""
+    outputs = [fd for fd in (1, 2) if _is_open(fd)]
+    place = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    _start_server(server, preload)
+    status, order = server.connect_to_new_process([*outputs, *descriptors])
+    with open(order, "wb") as file:
+        process = _ForkedProcess(status)
+        with closing_on_error(process.let_go):
+            if len(os.listdir(f"/proc/{server._forkserver_pid}/task")) > 1:
+                os.kill(process.pid, signal.SIGKILL)
+                raise RunError("an import of it has begun threads")
+            pickle.dump(place, file)
+            pickle.dump(_ForkedProgram(module, outputs, environment), file)
+    return process
+
+
+def _start_server(server: Any, preload: str) -> None:
+    """Start a server that does not run. It finds the modules that this process finds."""
+    if server._forkserver_pid is not None and not os.waitid(
+        os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ):
+        return
+    server.set_forkserver_preload([preload])
+    resource_tracker.ensure_running()  # which unblocks signals
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in variables}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # it has none of an interrupt at the terminal
+    os.environ.update(variables)  # a server takes those of this process
+    try:
+        server.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _stop_server(server: Any) -> None:
+    """Kill a server that is of no use: one that ended by itself would take away the folder of other sockets here."""
+    with contextlib.suppress(OSError):
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+
+
+def _end_server() -> None:
+    """In a fork server: take away the file of its socket, which its parent could not if it was killed."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_address and server._forkserver_pid is None and server._inherited_fds is None:
+        with contextlib.suppress(OSError):
+            os.unlink(server._forkserver_address)
+            os.rmdir(os.path.dirname(server._forkserver_address))
+        os._exit(0)  # without taking apart what it has imported
+
+
+atexit.register(_end_server)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], place: str = "a worker process") -> bytes:
@@ -447,8 +482,10 @@ _starting = threading.Lock()
 
 
 def _disown_all() -> None:
-    for server in _servers.values():
-        server.sock.close()  # by which it would go on while this process does
+    for server in filter(None, _servers.values()):
+        alive: Any = server
+        if alive._forkserver_alive_fd is not None:  # by which it would go on while this process does
+            os.close(alive._forkserver_alive_fd)
     _servers.clear()
     for worker in list(_started):
         worker.disown()
