@@ -269,7 +269,7 @@ class SessionLane(Lane):
             if name in extra
         }
         self._add_extra_columns(like)
-        self.episodes.show(self._column.row(self.row), is_settled=True)
+        self.episodes.show_row(self._column, self.row)
 
     def _episode_id(self, slot: int, number: int) -> str:
         return f"{self.sessions[slot]}/{number}"

@@ -136,26 +136,35 @@ class ModuleForward:
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One pass with one version of the weights."""
         self.policy_version = self._weights.load_into(self.module)
+        if not self._passes % _LOOK_EVERY:
+            return self._forward_watched(batch)
         self._passes += 1
-        # A module that does it once does it always: to look at every pass would cost as much as a small operation.
-        looks = self._passes % _LOOK_EVERY == 1
-        versions = _versions(batch) if looks else None
         with _inference_mode(True):
             output = self._forward(batch)
-        if looks and versions != _versions(batch):
+        return output if type(output) is dict else self._checked(output)
+
+    def _forward_watched(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A pass of which is looked at what a module that does it once does always: not at each, for its cost."""
+        versions = _versions(batch)
+        with _inference_mode(True):
+            output = self._forward(batch)
+        self._passes += 1
+        if versions != _versions(batch):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "
                 "only read: observations are the very rows that are recorded; x = x - 1 makes a copy, x -= 1 does not"
             ).see("module")
+        self._check_names(self._checked(output))
+        if self._flat is not None and self._flat.is_given_up:
+            self._forward = self._own_forward
+        return output
+
+    def _checked(self, output: Any) -> dict[str, Any]:
         if not isinstance(output, dict):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} returned {type(output).__name__}, expected a "
                 "dict of tensors such as {'action_dist_inputs': …} or {'actions': …}"
             ).see("module")
-        if looks:
-            self._check_names(output)
-            if self._flat is not None and self._flat.is_given_up:
-                self._forward = self._own_forward
         return output
 
     def _check_names(self, output: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from rollflow.stream.data.errors import ColumnError, shown
 from rollflow.stream.data.ranges import check_range, is_narrower
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
+_Array = np.ndarray
 _ARRAY: Tree = np.empty(0)
 _LEAF = optree.tree_structure(_ARRAY, none_is_leaf=True)
 
@@ -85,7 +86,7 @@ class Column:
         column's dtype can't hold; nothing is broadcast.
         """
         array = self._array
-        if array is not None and type(values) is np.ndarray:
+        if array is not None and type(values) is _Array:
             if values.dtype is self._source_dtype and values.shape == self._shape:
                 array[row] = values
                 return
@@ -275,9 +276,13 @@ def write_row(columns: Mapping[str, Column], row: int, values: Mapping[str, Tree
     for name, value in values.items():
         column = columns[name]
         array = column._array
-        is_array = array is not None and type(value) is np.ndarray
-        if is_array and value.dtype is column._source_dtype and value.shape == column._shape:
-            array[row] = value  # type: ignore[index]  # without a call for each column
+        if (
+            array is not None
+            and type(value) is _Array
+            and value.dtype is column._source_dtype
+            and value.shape == column._shape
+        ):
+            array[row] = value  # without a call for each column
         else:
             column.write(row, value)
 

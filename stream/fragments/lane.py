@@ -621,7 +621,7 @@ class Lane(SlotLane):
         self._hand_on(new, np.full(self.layout.num_slots, self.row))
         old.seal(rows)
         self.row, self.at_start, self.is_full = lookback, True, False
-        self.episodes.show(self._column.row(self.row), is_settled=True)
+        self.episodes.show_row(self._column, self.row)
         return old
 
     def leave(self) -> Fragment:
@@ -651,7 +651,7 @@ class Lane(SlotLane):
     def _take_written_observations(self) -> None:
         assert self.memory is not None
         if self.observation_space is self.observation_spaces[0]:
-            self.episodes.show(self._column.row(self.row), is_settled=True)
+            self.episodes.show_row(self._column, self.row)
         else:
             self.episodes.show(self.memory.observations(self.row), is_settled=False)
 
@@ -660,7 +660,7 @@ class Lane(SlotLane):
             row = self.row
             column = self.fragment.columns[Columns.OBS]
             column.write(row, observations)
-            self.episodes.show(column.row(row), is_settled=True)
+            self.episodes.show_row(column, row)
         else:
             given = self.columns.type_of(self.observation_spaces[0])
             assert given is not None
@@ -669,7 +669,7 @@ class Lane(SlotLane):
     def _write(self, column: Column, slots: NDArray[np.int64], values: Tree) -> None:
         """Write the current row of the `obs` column."""
         column.write(self.row, values)
-        self.episodes.show(column.row(self.row), is_settled=True)
+        self.episodes.show_row(column, self.row)
 
     def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_] | None, row: int) -> NDArray[np.bool_] | None:
         """Take `row` as a mere reset of the slots `dead`, bool[N]: no transition, and no end.

@@ -135,8 +135,14 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
         dtypes_of    space that they need no conversion to; None: not known
         """
-        self._latest, self.is_settled, self._dtypes_of = observations, is_settled, dtypes_of
+        self._latest: Tree | None = observations  # None: it is yet to be taken out of the row that is shown
+        self.is_settled, self._dtypes_of = is_settled, dtypes_of
         self._items: list[Tree] | None = None  # the same slot by slot, while pieces write single ones
+
+    def show_row(self, column: Column, row: int) -> None:
+        """Show a row of the lane's column: recorded as it is, and taken out of it where somebody asks for it."""
+        self._latest = self._items = self._dtypes_of = None
+        self._shown, self.is_settled = (column, row), True
 
     def observations(self) -> Tree:
         """The latest observation of every slot: a tree of read-only arrays `any[K, ...]`.
@@ -152,6 +158,9 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """
         if self._items is not None:
             self._latest, self._items = self._stacked(self._items), None
+        if self._latest is None:
+            column, row = self._shown
+            self._latest = column.row(row)
         return self._latest
 
     def set_observations(self, observations: Tree) -> None:
@@ -162,14 +171,15 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     def observation(self, slot: int) -> Tree:
         """The latest observation of one slot, any[...]; if its episode has just ended, the last one."""
         place = self._places[slot]
-        return self._items[place] if self._items is not None else map_tree(lambda leaf: leaf[place], self._latest)
+        return self._items[place] if self._items is not None else map_tree(lambda leaf: leaf[place], self.newest())
 
     def set_observation(self, slot: int, observation: Tree) -> None:
         """Replace the latest observation of one slot, any[...]; if its episode has just ended, the last one."""
         if self._items is None:
             if self.is_settled and self.lane.try_record(slot, observation):
                 return
-            self._items = [map_tree(lambda leaf, i=i: leaf[i], self._latest) for i in range(len(self))]
+            latest = self.newest()
+            self._items = [map_tree(lambda leaf, i=i: leaf[i], latest) for i in range(len(self))]
         self._items[self._places[slot]] = observation
         self.is_settled, self._is_written, self.is_rewritten = False, True, True
 

@@ -149,12 +149,13 @@ def _views_of(tree: Tree) -> Any:
     if type(tree) is dict:
         views = {key: _views_of(leaf) for key, leaf in tree.items()}
         return views if all(type(rows) is tuple and rows for rows in views.values()) else ()
-    if not _is_usable(tree) or tree.ctypes.data % ALIGNED_BYTES or tree.strides[0] % ALIGNED_BYTES:
+    if not _is_usable(tree) or tree.strides[0] % ALIGNED_BYTES:
         return ()
     try:
-        return torch.from_numpy(tree).unbind(0)
+        whole = torch.from_numpy(tree)
     except TypeError:  # there are no tensors of this dtype
         return ()
+    return () if whole.data_ptr() % ALIGNED_BYTES else whole.unbind(0)
 
 
 def _is_usable(leaf: Any) -> bool:
