@@ -17,6 +17,7 @@ and its first passes of each kind give the same bits both ways. Its weights are 
 
 import builtins
 import dis
+import gc
 import math
 import sys
 from collections import Counter
@@ -553,11 +554,15 @@ class _Watch:
 
     def run(self, forward: Callable[[Batch], Batch], batch: Batch) -> Batch:
         """Do a pass as the module does it."""
+        collects = gc.isenabled()
+        gc.disable()  # what is called at a collection is none of the module's
         sys.setprofile(self._see)
         try:
             return forward(batch)
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
 
     def check(self, before: _States, batch: Batch, leaves: list[Any]) -> None:
         """Raise ValueDependent unless the pass has changed nothing."""

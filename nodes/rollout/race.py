@@ -148,7 +148,7 @@ def _refusals(options: RolloutOptions, alone: Any) -> dict[str, str]:
     metrics = options.watch.metrics
     if not isinstance(metrics, MetricsLogger | None):
         return {"rollouts": f"metrics of type {type(metrics).__name__} can't be merged"}
-    for module in alone.acting_modules:
+    for module, _ in alone._acting.by_id.values():
         on = device_of(module) if options.device is None else torch.device(options.device)
         if on.type != "cpu":
             return {"rollouts": f"the module acts on {on}, where a copy for each worker is not faster"}

@@ -138,11 +138,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
         """A train batch of a round."""
 
-    @property
-    def acting_modules(self) -> list[Any]:
-        """Copies of the modules, which act."""
-        return [module for module, _ in self._acting.by_id.values()]
-
     def be_drawn_anew(self) -> None:
         """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.
 

@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,8 @@ def test_a_host_that_is_killed_takes_its_fragment_with_it_and_nothing_else(step:
 
 @pytest.mark.parametrize("agents", [0, 2])
 def test_a_connection_that_is_cut_again_and_again_loses_nothing(agents: int, tmp_path: Path) -> None:
-    remote, rng = PacedHosts(RolloutHost, agents), random.Random(0)
+    patient = replace(HASTY, grace_s=30.0)
+    remote, rng = PacedHosts(RolloutHost, agents, limits=patient), random.Random(0)
     with ExitStack() as stack:
         wire = BrokenWire(remote.address, lambda: rng.randrange(1000, 20_000))
         stack.callback(wire.close)

@@ -177,7 +177,7 @@ def test_a_value_that_json_does_not_know_is_an_error_and_the_next_asker_gets_an_
 
 
 def test_an_asker_that_reads_nothing_holds_nobody_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_socket, "_SEND_S", 0.05)
+    monkeypatch.setattr(run_socket, "_SEND_S", 0.5)
     with seen(Run(text="x" * (1 << 22))), socket.socket(socket.AF_UNIX) as idle:
         [path] = folder.iterdir()
         idle.connect(str(path))
