@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from rollflow.stream.data.closing import closing_notes
 from rollflow.stream.data.errors import RollflowError
 
 COMMANDS = {
@@ -65,13 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         return args.run(args) or 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        for note in closing_notes(error):
+            print(f"rollflow: {note}", file=sys.stderr)
         return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return 128 + signal.SIGPIPE
         pages = error.pages if isinstance(error, RollflowError) else ()
-        print(f"rollflow: {error}", *pages, sep="\n", file=sys.stderr)
+        print(f"rollflow: {error}", *closing_notes(error), *pages, sep="\n", file=sys.stderr)
         return 1
 
 

@@ -24,7 +24,7 @@ from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, 
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, metrics_of
 from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.module_set import AgentToModule, agents_acting_for
-from rollflow.stream.data.errors import RollflowError, WireError, shown
+from rollflow.stream.data.errors import RollflowError, WireError, described, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.wire import (
@@ -206,7 +206,7 @@ class RolloutLane:
         # What was made in vain takes no number: there is no fragment then.
         session.sequence = fragment.sequence + (raised is None or fragment.num_rows > 0)
         more = rollout.report() | {"start": session.starts, "seed": session.seed, "lost_steps": lost}
-        more["failure"] = None if raised is None else _described(raised)
+        more["failure"] = None if raised is None else described(raised)
         if raised is not None:
             logger.warning("lane %d: %r", turn.lane, raised, exc_info=raised)
             session.rollout, self._has_failed = None, True
@@ -274,10 +274,6 @@ class RolloutLane:
 
     def _make(self) -> None:
         self.env: Any = self._maker.lane_env(self._deviations)
-
-
-def _described(error: Exception) -> str:
-    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
 class RolloutHost(Host):

@@ -209,7 +209,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self._stop_doctor()
             try:
                 if self._drive is not None:
-                    with noting_in(error):
+                    with noting_in(error, "the rollout"):
                         self._drive.close(error)
             finally:
                 self._end(error_before)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+from rollflow.stream.data.errors import described
+
 Closing = tuple[str, Callable[[], Any]]
 """A name, for errors, and the function that closes."""
 
@@ -21,25 +23,40 @@ def close_all(closings: Iterable[Closing]) -> None:
                 first = error
                 error.add_note(f"while closing {what}")
             else:
-                first.add_note(f"closing {what} raised as well: {type(error).__name__}: {error}")
+                _note(first, what, error)
     if first is not None:
         raise first
 
 
 @contextmanager
-def noting_in(error: BaseException | None) -> Iterator[None]:
-    """Put what the block raises into the notes of an error that is on its way already; None: there is none."""
+def noting_in(error: BaseException | None, what: str) -> Iterator[None]:
+    """Put what the block raises into the notes of an error that is on its way already.
+
+        error    None: there is none
+        what     is closed in the block
+
+    It is raised as it is where there is none, or a SystemExit, GeneratorExit or cancellation, whose notes nobody sees.
+    """
     try:
         yield
     except Exception as other:
-        if error is None:
+        if not isinstance(error, Exception | KeyboardInterrupt):
             raise
         if other is not error:
-            error.add_note(f"closing raised as well: {type(other).__name__}: {other}")
+            _note(error, what, other)
+
+
+def _note(error: BaseException, what: str, other: Exception) -> None:
+    error.add_note(f"closing {what} raised as well: {described(other)}")
+
+
+def closing_notes(error: BaseException) -> list[str]:
+    """The notes of an error that say what closing raised as well."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("closing ")]
 
 
 class ClosedOnExit:
-    """Base of what a `with` block closes; an error of closing goes into the notes of the block's error."""
+    """Base of what a `with` block closes; what closing raises is told as `noting_in` does."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -48,7 +65,7 @@ class ClosedOnExit:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with noting_in(error):
+        with noting_in(error, type(self).__name__):
             self.close()
 
 
@@ -80,10 +97,10 @@ def holding_interrupts(error: BaseException | None) -> Iterator[None]:
 
 @contextmanager
 def closing_on_error(close: Callable[[], Any]) -> Iterator[None]:
-    """Close where the block raises; an error of closing goes into the notes of the block's error."""
+    """Close where the block raises; what closing raises is told as `noting_in` does."""
     try:
         yield
     except BaseException as error:
-        with noting_in(error):
+        with noting_in(error, "what was open"):
             close()
         raise

@@ -228,6 +228,12 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
 
 
+def described(error: Exception) -> str:
+    """An error on one line: its type and text, its notes, and the errors of a group."""
+    parts = error.exceptions if isinstance(error, ExceptionGroup) else ()
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), *map(described, parts)])
+
+
 def error_field(error: Exception) -> str:
     """The same as a field of a message: at most 4096 characters, all of which UTF-8 has."""
     return error_text(error)[:4096].encode(errors="replace").decode()

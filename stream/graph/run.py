@@ -472,7 +472,7 @@ async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str]
                 yield run
                 tasks.cancel_scope.cancel()
     except BaseException as error:
-        with noting_in(error):
+        with noting_in(error, f"graph '{graph.name}'"):
             run.close(error)
         raise
     run.close()

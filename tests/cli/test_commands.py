@@ -26,6 +26,8 @@ from rollflow import MultiAgentRollout, RemoteRollouts, Rollout
 from rollflow.cli.main import main
 from rollflow.nodes import EnvHost, FlattenObservations, RandomModule
 from rollflow.nodes.env.remote.env_host import HostLane
+from rollflow.stream.data.closing import closing_on_error
+from rollflow.stream.data.errors import DatasetError, EnvError, page_on
 from rollflow.stream.wire import Limits, Welcome
 from rollflow.stream.wire.session import HostSession, TakenRequest
 
@@ -109,6 +111,30 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"rollflow {version('rollflow')}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, ["{note}"]),
+        (OSError("no such folder"), 1, ["no such folder", "{note}"]),
+        (EnvError("no such env").see("environment"), 1, ["no such env", "{note}", page_on("environment")]),
+    ],
+)
+def test_what_closing_raised_as_well_is_printed(
+    error: BaseException, status: int, said: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def close() -> None:
+        raise DatasetError("47 steps are not in the dataset")
+
+    def run(args: Any) -> None:
+        with closing_on_error(close):
+            raise error
+
+    monkeypatch.setattr("rollflow.cli.check_host.run", run)
+    assert main(["check-host", "unix:here"]) == status
+    note = f"closing what was open raised as well: DatasetError: 47 steps are not in the dataset; {page_on('dataset')}"
+    assert capsys.readouterr().err == "rollflow: " + "".join(f"{line.format(note=note)}\n" for line in said)
 
 
 @pytest.mark.parametrize("words", ["--version", "top --help", "doctor --help"])

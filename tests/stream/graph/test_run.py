@@ -203,7 +203,26 @@ async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
     graph = drawn("source >1 work > bad", source=Numbers(), work=fails_at(3), bad=Bad())
     with pytest.raises(ValueError, match="3 is too much") as raised:
         await ended(graph)
-    assert raised.value.__notes__ == ["in node 'work'", "closing raised as well: OSError: won't close"]
+    told = f"closing graph '{graph.name}' raised as well: OSError: won't close; in node 'bad'"
+    assert raised.value.__notes__ == ["in node 'work'", told]
+
+
+async def test_each_error_in_closing_is_told_of_with_the_one_before() -> None:
+    graph = drawn("source >1 work > bad", "work > worse", source=Numbers(), work=fails_at(3), bad=Bad(), worse=Bad())
+    with pytest.raises(ValueError, match="3 is too much") as raised:
+        await ended(graph)
+    *_, note = raised.value.__notes__
+    for node in ("bad", "worse"):
+        assert f"OSError: won't close; in node '{node}'" in note
+
+
+async def test_an_error_in_closing_is_raised_where_the_run_is_cancelled() -> None:
+    graph = drawn("source >1 bad", source=Numbers(), bad=Bad())
+    with pytest.raises(OSError, match="won't close"):
+        with anyio.CancelScope() as scope:
+            async with graph.run():
+                scope.cancel()
+                await anyio.sleep_forever()
 
 
 async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
