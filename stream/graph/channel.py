@@ -1,7 +1,7 @@
 """Bounded channels, and the inlets and outlets through which asynchronous nodes use them.
 
-Inlets and outlets first try without waiting. After CHECKPOINT_NS they pass through the event loop all the same. So a
-task that never has to wait can still be cancelled, and does not starve the others.
+Inlets and outlets first try without waiting. After CHECKPOINT_EVERY operations or CHECKPOINT_NS they pass through the
+event loop all the same. So a task that never has to wait can still be cancelled, and does not starve the others.
 """
 
 from collections import deque
@@ -17,6 +17,7 @@ from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution, c
 T = TypeVar("T")
 Overflow = Literal["block", "drop_oldest", "latest"]
 
+CHECKPOINT_EVERY = 64
 CHECKPOINT_NS = 1_000_000
 
 
@@ -147,7 +148,8 @@ class Inlet(Generic[T]):
         self._meter = meter
         self._holders = WaitAttribution() if holders is None else holders
         self._next = 0
-        self._checked_at = clock()  # when it last passed through the event loop
+        self._unchecked = 0  # operations since it last passed through the event loop
+        self._checked_at = clock()  # when that was
         self._arrived: anyio.Event | None = None
         self._current: T | None = None  # the item that the node works on
         for channel in channels:
@@ -177,9 +179,10 @@ class Inlet(Generic[T]):
     async def receive(self) -> T:
         """Wait for the next item. Raises anyio.EndOfStream after the last. A cancelled call loses no item."""
         self._current = None
-        if clock() - self._checked_at >= CHECKPOINT_NS:
+        self._unchecked += 1
+        if self._unchecked >= CHECKPOINT_EVERY or clock() - self._checked_at >= CHECKPOINT_NS:
             await anyio.lowlevel.checkpoint()
-            self._checked_at = clock()
+            self._unchecked, self._checked_at = 0, clock()
         while True:
             try:
                 return self.receive_nowait()
@@ -189,7 +192,7 @@ class Inlet(Generic[T]):
                 self._arrived = anyio.Event()
             with self._meter.waits():
                 await self._arrived.wait()
-            self._checked_at = clock()
+            self._unchecked, self._checked_at = 0, clock()
 
     @contextmanager
     def blocked_by(self, holder: str) -> Iterator[None]:
@@ -259,7 +262,8 @@ class Outlet(Generic[T]):
         self._meter = meter
         self._stop = stop  # only of a source, whose sent items are counted
         self._current: T | None = None  # the item that is being sent
-        self._checked_at = clock()  # when it last passed through the event loop
+        self._unchecked = 0  # operations since it last passed through the event loop
+        self._checked_at = clock()  # when that was
 
     async def send(self, item: T) -> None:
         """Send an item, waiting for room. After a cancelled call the channels that were full do not have it."""
@@ -267,9 +271,10 @@ class Outlet(Generic[T]):
         if stop is not None:
             stop.sending += 1
         try:
-            if clock() - self._checked_at >= CHECKPOINT_NS:
+            self._unchecked += 1
+            if self._unchecked >= CHECKPOINT_EVERY or clock() - self._checked_at >= CHECKPOINT_NS:
                 await anyio.lowlevel.checkpoint()
-                self._checked_at = clock()
+                self._unchecked, self._checked_at = 0, clock()
             for channel in self._channels:
                 if not channel.offer(item):
                     await self._send_waiting(channel, item)
@@ -289,7 +294,7 @@ class Outlet(Generic[T]):
     async def _send_waiting(self, channel: Channel[T], item: T) -> None:
         with self._meter.blocks():
             await channel.send(item)
-        self._checked_at = clock()
+        self._unchecked, self._checked_at = 0, clock()
 
 
 class Unsent:

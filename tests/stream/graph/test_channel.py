@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollflow.stream import Inlet, Outlet
-from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel
+from rollflow.stream.graph.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel
 from rollflow.stream.graph.meter import NodeMeter
 
 
@@ -126,23 +126,45 @@ async def test_two_readers_of_one_inlet_are_both_woken() -> None:
 
 
 @pytest.mark.anyio
-async def test_ends_that_never_wait_still_pass_through_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = itertools.count(step=CHECKPOINT_NS // 4)
+@pytest.mark.parametrize(("step_ns", "count"), [(0, CHECKPOINT_EVERY - 1), (CHECKPOINT_NS, 0)])
+async def test_ends_that_never_wait_still_pass_through_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, step_ns: int, count: int
+) -> None:
+    times = itertools.count(step=step_ns)
     monkeypatch.setattr("rollflow.stream.graph.channel.clock", lambda: next(times))
-    channel = Channel[int]("c", 100)
-    for number in range(10):
+    channel = Channel[int]("c", 10 * CHECKPOINT_EVERY)
+    for number in range(CHECKPOINT_EVERY):
         channel.offer(number)
     outlet, inlet = ends(channel)
     sent, received = 0, 0
     with anyio.CancelScope() as scope:
         scope.cancel()
-        while sent < 10:
+        while True:
             await outlet.send(sent)
             sent += 1
     with anyio.CancelScope() as scope:
         scope.cancel()
-        while received < 10:
+        while True:
             await inlet.receive()
             received += 1
-    assert sent < 5
-    assert received < 5
+    assert (sent, received) == (count, count)
+
+
+@pytest.mark.anyio
+async def test_a_fast_source_drops_hardly_an_item_of_a_sink_that_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.graph.channel.clock", lambda: 0)
+    count, taken = 10_000, 0
+    channel = Channel[int]("c", 128, "drop_oldest")
+    outlet, inlet = ends(channel)
+
+    async def source() -> None:
+        for number in range(count):
+            await outlet.send(number)
+        channel.close()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(source)
+        async for _ in inlet:
+            taken += 1
+    assert taken + channel.meter.dropped == count
+    assert channel.meter.dropped <= count // 100
