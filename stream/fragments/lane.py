@@ -532,6 +532,7 @@ class Lane(SlotLane):
             key = slot, int(self.episode_number[slot])
             self.custom_data.setdefault(key, {})["lost"] = reason
         fragment.losses.append(Loss(row, slots, cut, reason))
+        self._column.views = None  # of a row that is shown again
         self._begin_episodes(slots, row)
         self.episode_number[dead] += 1  # of the episode that was about to begin
         self._dead = None

@@ -43,7 +43,6 @@ RACES = "races"
 """Key in `shared_data` of the lane's `Races`."""
 
 _FEW = 128  # numbers
-_MOST_SIZES = 64  # of batches
 _OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
 
 
@@ -195,7 +194,7 @@ def may_mask(rl_module: Any) -> bool:
 
 def rules_all_out(logits: NDArray[Any]) -> bool:
     """True if one of the rows, f32[N, n] of one Discrete action, rules out every action."""
-    if np.minimum.reduce(logits, axis=None) > RULED_OUT:  # none is: in a third of the time
+    if not len(logits) or np.minimum.reduce(logits, axis=None) > RULED_OUT:  # none is: in a third of the time
         return False
     return not np.minimum.reduce(np.maximum.reduce(logits, axis=-1)) > RULED_OUT
 
@@ -206,7 +205,7 @@ def are_usable(logits: NDArray[np.float32], logp: NDArray[np.float32], may_mask:
     logp        f32[N]  log-probabilities of actions sampled from them
     may_mask    whether finite logits may rule actions out
     """
-    if logits.size <= _FEW:  # then Python is quicker than numpy
+    if 0 < logits.size <= _FEW:  # then Python is quicker than numpy
         numbers = logits.ravel().tolist()
         if min(numbers) > RULED_OUT and sum(numbers) < np.inf:
             return True

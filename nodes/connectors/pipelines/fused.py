@@ -50,6 +50,7 @@ from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 _UNKNOWN: Any = object()
+_FEW_ROWS, _MOST_BYTES = 16, 1 << 20  # of columns whose rows become tensors at once
 
 
 class FusedPieces(abc.ABC):
@@ -130,7 +131,7 @@ class FusedObservations(FusedPieces):
 def _recorded(episodes: LaneEpisodes) -> Tree | None:
     """The newest observations as tensors, if a lane has recorded them as they are; None for others.
 
-    They are views that are made once for a whole fragment.
+    Small ones of all rows of a fragment are made at once, as views, which takes a third of the time.
     """
     lane = episodes.lane
     if not episodes.is_settled or type(lane) is not Lane or lane.episodes is not episodes:
@@ -145,11 +146,14 @@ def _recorded(episodes: LaneEpisodes) -> Tree | None:
 
 
 def _views_of(tree: Tree) -> Any:
-    """Tensors of all rows of an array any[rows, N, ...], or by key of a dict of them; () where rows are not usable."""
+    """Tensors of all rows of an array any[rows, N, ...], or by key of a dict of them; () where they are made singly.
+
+    They share one storage, all of which goes with a row that is pickled or copied deeply: hence small ones alone.
+    """
     if type(tree) is dict:
         views = {key: _views_of(leaf) for key, leaf in tree.items()}
         return views if all(type(rows) is tuple and rows for rows in views.values()) else ()
-    if not _is_usable(tree) or tree.strides[0] % ALIGNED_BYTES:
+    if not _is_usable(tree) or len(tree) < _FEW_ROWS or tree.nbytes > _MOST_BYTES or tree.strides[0] % ALIGNED_BYTES:
         return ()
     try:
         whole = torch.from_numpy(tree)
@@ -221,7 +225,9 @@ class FusedActions(FusedPieces):
                 arrays[name] = value.numpy()
         except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
             return None, True
-        is_usable = True
+        is_usable, changes = True, self._clip.changes_actions
+        if changes and Columns.ACTIONS_FOR_ENV in arrays:
+            return None, True
         if Columns.ACTIONS in arrays:  # the module has chosen
             chosen = arrays[Columns.ACTIONS]
             if chosen.dtype.kind == "f" and slots_with_nan(chosen):
@@ -238,9 +244,7 @@ class FusedActions(FusedPieces):
             if chance is None and (explore or not self._is_categorical):
                 return None, True
             is_usable = self._sample(arrays, logits, chance)
-        if self._clip.changes_actions:
-            if Columns.ACTIONS_FOR_ENV in arrays:
-                return None, True
+        if changes:
             try:
                 self._clip(batch=arrays)
             except ConnectorError:  # which the piece raises again, and is named

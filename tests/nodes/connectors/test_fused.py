@@ -177,6 +177,74 @@ def test_actions_of_a_box_from_pieces_called_as_one_are_the_same(bounds: Any, ha
     check_same(made(True), made(False))
 
 
+class Both(Steers):
+    """Gives what actions are sampled from, and what the environments get."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return super()._forward(batch, **kwargs) | {"actions_for_env": batch["obs"][:, 1:] / 2}
+
+
+def test_actions_are_sampled_once_where_the_module_gives_those_for_environments() -> None:
+    def sampled(fuses: bool) -> Any:
+        rollout = Rollout([lambda: Steered(-1.0, 1.0)], module=Both(False), fragment_length=5, seed=3)
+        rollout.module_to_env.fuses = fuses
+        with rollout:
+            return next(iter(rollout.fragments())).column("actions")
+
+    np.testing.assert_array_equal(sampled(True), sampled(False))
+
+
+class Numbers(gym.Env[Any, Any]):
+    """Gives how many steps it has made, in observations of a space."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        self.observation_space, self.count = space, 0
+
+    def _seen(self) -> Any:
+        self.count += 1
+        one = partial(np.full, fill_value=self.count, dtype=np.float32)
+        if isinstance(self.observation_space, gym.spaces.Dict):
+            return {name: one(part.shape) for name, part in self.observation_space.items()}
+        return one(self.observation_space.shape)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        return self._seen(), 0.0, self.count % 7 == 0, False, {}
+
+
+class Tells(RLModule):
+    """Gives the first number of each observation, and the bytes that the observations' storage has."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        obs = batch["obs"]
+        leaf = obs["b"] if isinstance(obs, dict) else obs
+        size = leaf.untyped_storage().nbytes()
+        first = leaf.flatten(1)[:, 0]
+        return {"actions": first.long() % 2, "seen": first, "bytes": torch.full_like(first, size)}
+
+
+BOX = partial(gym.spaces.Box, -np.inf, np.inf)
+PARTS = gym.spaces.Dict({"b": BOX((4,)), "a": BOX((8,))})
+
+
+@pytest.mark.parametrize("length", [3, 20])
+@pytest.mark.parametrize(
+    "space", [BOX((4,)), BOX((3,)), BOX((64, 64)), PARTS], ids=["aligned", "between", "large", "dict"]
+)
+def test_a_module_sees_the_newest_row_and_no_large_storage_around_it(space: gym.Space[Any], length: int) -> None:
+    options: Any = {"fragment_length": length, "lookback": 2, "num_fragments": 3, "module": Tells, "seed": 0}
+    with Rollout([partial(Numbers, space)] * 2, **options) as rollout:
+        for fragment in rollout.fragments():
+            obs = fragment.column("obs")
+            leaf = obs["b"] if isinstance(obs, dict) else obs
+            np.testing.assert_array_equal(fragment.column("seen"), leaf.reshape(*leaf.shape[:2], -1)[..., 0])
+            assert fragment.column("bytes").max() <= 1 << 20
+
+
 class Spread(RLModule):
     """Has a deviation whose logarithm is of this size from the third step on."""
 
