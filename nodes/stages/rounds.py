@@ -14,7 +14,7 @@ from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import LagError, RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
-from rollflow.stream.graph.node import Gate, check_gate, wait_at
+from rollflow.stream.graph.node import Gate, check_gate, methods_of, wait_at
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Sign, Wait
 
@@ -344,7 +344,7 @@ class LaneGate:
     """A gate that is asked once for each fragment that a lane begins; this one lets all of them begin.
 
     Beside what every gate has, it takes note of fragments and lanes that never come. All in the thread that the graph
-    runs in.
+    runs in. Gates of other classes are told of them too, by the methods that they have of it.
     """
 
     def __init__(self) -> None:
@@ -525,7 +525,9 @@ class LaneGates:
         self.watch(nobody)  # those before may outlive their ring
         self._gates = tuple(gates)
         self._refused: Gate | None = None  # the last time
-        self._pacing = [gate for gate in gates if isinstance(gate, LaneGate)]
+        found = [methods_of("a gate of the rollout", gate, LaneGate) for gate in gates]
+        self._leave = [methods["leave"] for methods in found if "leave" in methods]
+        self._gone = [methods["gone"] for methods in found if "gone" in methods]
         # Of a loop, which has no other gate: they slow no step down.
         self._credits = next((gate for gate in gates if isinstance(gate, FragmentCredits)), None)
 
@@ -563,12 +565,12 @@ class LaneGates:
     @property
     def wants_newest(self) -> bool:
         """True if one of the gates wants fragments to begin with the newest weights."""
-        return any(gate.wants_newest for gate in self._pacing)
+        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
 
     def fragment_missing(self, lane: int) -> None:
         """Report that the fragment which a lane began last never comes."""
-        for gate in self._pacing:
-            gate.leave(lane)
+        for leave in self._leave:
+            leave(lane)
 
     def lane_set_aside(self, lane: int, fragments: int, last: Any = None) -> Any:
         """Report that a lane was set aside after so many fragments: it is gone, unless the whole run comes to its end.
@@ -576,8 +578,8 @@ class LaneGates:
         With it go all that were begun. Returns its last fragment; where it has none, `NoFragment` for a reader who may
         wait for it in a round of every lane, else None.
         """
-        for gate in () if self._environments.is_draining else self._pacing:
-            gate.gone(lane, fragments)
+        for gone in () if self._environments.is_draining else self._gone:
+            gone(lane, fragments)
         return NoFragment(lane) if last is None and self._has_rounds_of_every_lane else last
 
     def lane_absent(self, absent: NoFragment) -> NoFragment | None:

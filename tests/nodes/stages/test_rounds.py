@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
-from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound
+from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates
 from rollflow.stream.data.column import Column
+from rollflow.stream.data.errors import GraphError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
 
@@ -237,3 +239,22 @@ def test_ahead_of_the_reader_a_fast_lane_takes_what_credits_there_are() -> None:
     credits.release([0])
     assert credits.admits(SimulatedLane(0))
     assert credits.admits(SimulatedLane(0))  # it had begun that one
+
+
+def test_a_gate_of_any_class_hears_of_what_never_comes() -> None:
+    environments: Any = SimpleNamespace(is_draining=False)
+    gates, heard = LaneGates(environments), list[tuple[int, ...]]()
+    gate, plain = (SimpleNamespace(admits=lambda lane: True, watch=lambda changed: None) for _ in range(2))
+    gates.take([plain])  # has none of the methods
+    assert not gates.wants_newest
+    gate.leave, gate.gone, gate.wants_newest = lambda lane: heard.append((lane,)), lambda *of: heard.append(of), True
+    gates.take([plain, gate])
+    assert gates.wants_newest
+    gates.fragment_missing(2)
+    gates.lane_set_aside(2, 7)
+    assert heard == [(2,), (2, 7)]
+    gate.gone = lambda lane: None
+    with pytest.raises(
+        GraphError, match=r"a gate of the rollout has gone\(lane\), expected .* gone\(lane, fragments\)"
+    ):
+        gates.take([plain, gate])
