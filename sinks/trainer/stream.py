@@ -194,8 +194,8 @@ class TrainerStream:
             max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None
         )
         self._join_timeout = awaited.join_timeout
-        # Of the batch that was handed over last, and what was left out before it or since then: done with together.
-        self._current: list[ArrivedItem] = []
+        self._current: list[ArrivedItem] = []  # of the batch that was handed over last, with what was left out before
+        self._left_out: list[ArrivedItem] = []  # before the next batch, or among it: done with together with that
         self._closing, self._state = ExitStack(), "new"
         self._listener = TrainerListener(self._endpoint, self._staleness)
         self.log = StreamLog(
@@ -384,7 +384,7 @@ class TrainerStream:
         return WaitReminder(self._join_timeout)
 
     def _move_on(self) -> None:
-        """Be done with what was handed over last, or left out, and tell its rollouts."""
+        """Be done with what was handed over last, and what was left out before it, and tell their rollouts."""
         sources = set()
         with self._listener.lock:
             for arrived in self._current:
@@ -394,6 +394,10 @@ class TrainerStream:
                     arrived.source.keep()
         self._current = []
         self._listener.tell_done(sources)
+
+    def _be_at(self, arrived: list[ArrivedItem]) -> None:
+        """Let these items be the ones that are done with next, with what was left out before."""
+        self._current, self._left_out = [*arrived, *self._left_out], []
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
@@ -411,8 +415,8 @@ class TrainerStream:
             del self._taken[: len(arrived)]
             if item is not None:
                 break
-            self._current += arrived  # agents may wait all the while
-            self._move_on()
+            self._be_at(arrived)
+            self._move_on()  # agents may wait all the while
         version = self.version
         if self._gives_batches:
             self._staleness.mask(item, arrived, version)
@@ -420,7 +424,7 @@ class TrainerStream:
         self.handed = [BatchItem.of(each, version) for each in arrived]
         trace.begin(UPDATE, arrived)
         self.log.take(self.handed)
-        self._current += arrived
+        self._be_at(arrived)
         return item
 
     def _try_take(self, patience: WaitReminder) -> list[ArrivedItem] | None:
@@ -465,8 +469,9 @@ class TrainerStream:
                 admitted.append(arrived)
                 continue
             del self._taken[len(admitted)]
-            self._current.append(arrived)
+            self._left_out.append(arrived)
         if not admitted:
+            self._be_at([])
             self._move_on()
         return admitted
 

@@ -17,7 +17,7 @@ from rollflow.nodes.offloaded.fragment_message import PartSpaces
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.stream import ItemRounds
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Fragment, TrainerSession
@@ -148,3 +148,29 @@ def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
     assert taken == [1, 2, 3, 4, 5, 6]
     door.close(None)
     return left <= 0
+
+
+def test_what_is_left_out_before_a_batch_that_fails_is_done_with_together_with_the_next() -> None:
+    with trainer() as stream:
+        source = RolloutPeer(TrainerSession(bytes(16)))
+        source.lanes, source.life, source.session.taken, source.connection = {0}, PeerLife.HERE, 2, Mock()
+        door, stream._item_maker = stream._listener, Mock(**{"item_of.side_effect": RunError("none")})
+        door.come.add(bytes(16))
+        door.sources[bytes(16)], stream._rounds = source, ItemRounds(2, by_lane=False)
+        door.arrived += [
+            ArrivedItem(source, number, Mock(spec=RolloutFragment, lane=0, is_empty=is_empty), None)
+            for number, is_empty in [(1, True), (2, False)]
+        ]
+        for _ in range(2):
+            with pytest.raises(RunError, match="none"):
+                stream._try_next(WaitReminder(None))
+            stream.refuse("was never handed over")
+            source.connection.refuse.assert_not_called()
+            stream.put_back()
+            stream._move_on()
+            assert (source.session.done, source.session.kept) == (0, 0)
+            assert stream.state_dict()["sources"][bytes(16).hex()]["done"] == 0
+        stream._item_maker.item_of.side_effect = [None]  # a batch without steps
+        stream._try_next(WaitReminder(None))
+        assert (source.session.done, source.session.kept) == (2, 2)
+        door.sources.clear()
