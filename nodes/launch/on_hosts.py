@@ -1,6 +1,5 @@
 """Places for whole rollouts on hosts that a rollout starts itself: what `Rollout` takes as `where`."""
 
-import importlib.util
 import logging
 import secrets
 import threading
@@ -17,6 +16,7 @@ from rollflow.nodes.launch.process_launcher import ProcessLauncher, ProgramProce
 from rollflow.nodes.launch.program import serve_rollouts
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import SEE, EnvError, shown
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.net.backoff import WaitReminder, pause_s
 from rollflow.stream.wire import TcpAddress, parse_address
 
@@ -232,8 +232,7 @@ class OnRay:
         dialled = None if self.address is None else parse_address(self.address)
         if dialled is not None and (not isinstance(dialled, TcpAddress) or dialled.host in ("0.0.0.0", "::")):
             raise ValueError(f"address is {self.address!r}, expected a 'tcp://host:port' that hosts can dial")
-        if importlib.util.find_spec("ray") is None:
-            raise EnvError("OnRay takes the package ray: pip install rollflow[ray]").see("started hosts")
+        require_packages("OnRay", "ray", "ray", error=lambda text: EnvError(text).see("started hosts"))
 
     def start(self, options: Mapping[str, Any]) -> RemoteRollouts:
         """Have Ray start the hosts, with these keywords of `RolloutHost`."""

@@ -219,7 +219,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             yield self.come_back(remote)
 
     def failed(self, remote: Any, answer: Failed) -> None:
-        """Take note that environments could not be made, or not be reset: no step was under way."""
+        """Take note that environments could not be made or reset, or gave what is refused: no step was under way."""
         remote.phase = LanePhase.RESETTING
         remote.lost = f"{answer.type}: {answer.text}"
 
@@ -303,10 +303,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
                 self.gateway.tell(remote.host, cut, remote.host.connection)
 
     def _take_progress(self, event: HostEvent) -> None:
-        """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""
+        """Take down how far a host's lanes are; not of those that are lost, or came when the rollout was ending."""
         try:
             for index, progress in progress_of(event.what, event.host.session.lanes).items():
-                if index < len(self.remotes) and self.remotes[index].phase is not LanePhase.ASIDE:
+                if index < len(self.remotes) and self.remotes[index].phase not in (LanePhase.ASIDE, LanePhase.LOST):
                     self._take_progress_of(self.remotes[index], progress)
         except WireError as error:
             self._expel(event.host, error, "metrics")

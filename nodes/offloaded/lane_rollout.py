@@ -119,9 +119,9 @@ class LaneRollout:
         acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
         [self.lane] = environments.lanes
         self._where = f"lane {self.lane.index}, " if has_one else ""
-        prepare, forward, act = acting.stages(environments, plan.how, self._metrics)
+        self._prepare, forward, act = acting.stages(environments, plan.how, self._metrics)
         first: Any = _FirstNoted(forward, self._turns.end_first, began)
-        self._run = InlineRun(ring_of(environments, prepare, first, act, self._turns), mark=mark)
+        self._run = InlineRun(ring_of(environments, self._prepare, first, act, self._turns), mark=mark)
         self._calls: dict[str, list[Any]] = {}
         self._calls_due = 0
         self._run.__enter__()
@@ -130,7 +130,7 @@ class LaneRollout:
         """Make the next fragment; also what the environments raised, and the transitions that were under way then.
 
         The fragment has no rows where nothing was made. After an error the lane is of no use any more. Raises what the
-        module or a connector raises.
+        module or a connector raises, and EnvError for what the environments gave.
         """
         self._turns.want()
         try:
@@ -139,9 +139,9 @@ class LaneRollout:
             if not is_of_environment(error):
                 raise
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return self.lane.cut(), error, lost
+            return self._prepare.cut(self.lane), error, lost
         # None where the gate has held the lane: it stands before its next forward pass.
-        return given[0][1] if given else self.lane.cut(), None, 0
+        return given[0][1] if given else self._prepare.cut(self.lane), None, 0
 
     def put(self, published: Published) -> None:
         """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""

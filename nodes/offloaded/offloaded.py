@@ -296,7 +296,7 @@ class Emitter(CuttingStage[Any, Any]):
         if fragment is None:
             self._relay.fragment_missing(lane.index)
         else:
-            self._cut(fragment)
+            self._counted(lane, fragment)
         self.expect(-1)
         return self._result(None, self._relay.lane_set_aside(lane.index, lane.sequence, fragment))
 

@@ -24,7 +24,7 @@ from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, 
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, metrics_of
 from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.module_set import AgentToModule, agents_acting_for
-from rollflow.stream.data.errors import RollflowError, WireError, described, shown
+from rollflow.stream.data.errors import EnvError, RollflowError, WireError, described, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.wire import (
@@ -202,7 +202,12 @@ class RolloutLane:
         if states is not session.states and states is not None:
             session.states = states
             rollout.take_states(states.values())
-        fragment, raised, lost = rollout.turn()
+        try:
+            fragment, raised, lost = rollout.turn()
+        except EnvError as error:  # what there is of the fragment is of no use
+            logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
+            session.rollout, self._has_failed = None, True
+            return Failed.of(turn, error)
         # What was made in vain takes no number: there is no fragment then.
         session.sequence = fragment.sequence + (raised is None or fragment.num_rows > 0)
         more = rollout.report() | {"start": session.starts, "seed": session.seed, "lost_steps": lost}

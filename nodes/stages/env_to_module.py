@@ -103,14 +103,14 @@ class CuttingStage(Generic[L, P]):
         self._going -= 1
         was_under_way = self._lanes.pop(lane.index, None) is not None
         self._ready.pop(lane.index, None)
-        last = self._cut(lane.leave()) if was_under_way else None
+        last = self._counted(lane, lane.leave()) if was_under_way else None
         if self._relay is not None:
             last = self._relay.lane_set_aside(lane.index, lane.sequence, last)
         return self._result(None, last)
 
     def _full(self, lane: L) -> P:
         """The result for a lane that has filled its fragment."""
-        fragment = self._cut(lane.cut())
+        fragment = self.cut(lane)
         if self._num_fragments is None or fragment.sequence + 1 < self._num_fragments:
             return self._result(lane, fragment)
         if self._relay is not None:
@@ -131,7 +131,7 @@ class CuttingStage(Generic[L, P]):
         """Cut what every lane has so far."""
         for lane in self._lanes.values():
             if not lane.at_start:
-                yield self._result(None, self._cut(lane.cut()))
+                yield self._result(None, self.cut(lane))
 
     def take_ending(self, cause: str) -> None:
         """Take note of the cause that has ended the run."""
@@ -141,7 +141,12 @@ class CuttingStage(Generic[L, P]):
         """Have the fragments that are cut be traced; None: no more."""
         self._ledger.trace = trace
 
-    def _cut(self, fragment: "AnyFragment") -> "AnyFragment":
+    def cut(self, lane: L) -> "AnyFragment":
+        """Cut what a lane has so far, and count it."""
+        return self._counted(lane, lane.cut())
+
+    def _counted(self, lane: L, fragment: "AnyFragment") -> "AnyFragment":
+        """Count a fragment that was cut from a lane."""
         self._ledger.cut(fragment)
         return fragment
 
@@ -192,11 +197,11 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             if self.observation_shapes is None:
                 self.observation_shapes = shapes_of(lane.batch, 2 if lane.shared_data.get(TIME_RANK_ADDED) else 1)
             lane.commit()
-            return self._full(lane) if lane.is_full else self._ready[lane.index]
         except Exception as error:
             note_own_pieces(error, self.pipeline)
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
+        return self._full(lane) if lane.is_full else self._ready[lane.index]
 
     @property
     def slowest_piece(self) -> str:
@@ -218,15 +223,14 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             self.pipeline.run(self._module, {}, ended, self._explore, shared_data, self._metrics)
         lane.commit_ended()
 
-    def _cut(self, fragment: Any) -> Any:
+    def _counted(self, lane: Lane, fragment: Any) -> Any:
         """Count a fragment. Raises EnvError, with lane, slot and step, for a reward that is no finite number."""
         rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
         if self._finite and not np.isfinite(rewards).all():
             row, slot = np.argwhere(~np.isfinite(rewards))[0].tolist()
-            step = fragment.sequence * fragment.layout.num_rows + row
-            where = f"lane {fragment.lane}, slot {slot}, vector step {step}"
+            where = f"lane {lane.index}, slot {slot}, vector step {lane.vector_steps - fragment.num_rows + row}"
             raise EnvError(f"{where}: its reward is {rewards[row, slot]}, expected a finite float32").see("flags")
-        return super()._cut(fragment)
+        return super()._counted(lane, fragment)
 
     def compare_with_train_batch(self, batch: Batch) -> None:
         """Warn, at the first train batch, where its observations have other shapes than the module got while acting."""

@@ -11,14 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
-
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.policies.space_text import described
 from rollflow.policy.serving.request import (
@@ -38,8 +30,21 @@ from rollflow.policy.serving.request import (
 from rollflow.policy.serving.shelf import Shelf, Watcher
 from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import EnvError, WireError, shown
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at
 from rollflow.stream.wire.address import TcpAddress
+
+try:
+    import uvicorn
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, HTTPConnection, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route, WebSocketRoute
+    from starlette.websockets import WebSocket, WebSocketDisconnect
+except ImportError:
+    require_packages("serving", "serve", "uvicorn", "starlette", "prometheus_client", error=ImportError)
+    raise
 
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10

@@ -195,9 +195,17 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
 
 def _check_discrete(space: gym.Space[Any], items: Any, field: str, which: str) -> None:
     """Raise RequestError where items of a discrete space, an array any[N, ...] in its dtype, lie outside of it."""
-    for place, item in enumerate(() if isinstance(space, spaces.Box) else items):
-        if not space.contains(item):
-            raise RequestError(f"{field}{which.format(place)} is {item.tolist()}, expected an item of {space}")
+    if isinstance(space, spaces.Discrete):
+        outside = (items < space.start) | (items >= space.start + space.n)
+    elif isinstance(space, spaces.MultiDiscrete):
+        outside = (items < space.start) | (items >= space.start + space.nvec)
+    elif isinstance(space, spaces.MultiBinary):
+        outside = (items != 0) & (items != 1)
+    else:
+        return
+    if outside.any():
+        place = int(np.argmax(outside.reshape(len(items), -1).any(axis=1)))
+        raise RequestError(f"{field}{which.format(place)} is {items[place].tolist()}, expected an item of {space}")
 
 
 def _not_a_number(value: Any, field: str) -> tuple[str, Any]:

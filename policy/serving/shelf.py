@@ -14,11 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-try:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-except ModuleNotFoundError as error:
-    raise ImportError("serving takes the package prometheus_client: pip install rollflow[serve]") from error
-
 from rollflow.nodes.policies.policy import Policy, has_memory
 from rollflow.policy.serving.request import (
     Acted,
@@ -31,7 +26,14 @@ from rollflow.policy.serving.request import (
     UnknownPolicyError,
 )
 from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import stack_trees, tree_at
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+except ImportError:
+    require_packages("serving", "serve", "prometheus_client", error=ImportError)
+    raise
 
 _Stamp = tuple[int, int, int]
 _log = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """What not every system has: Linux has all of it, macOS and Windows lack some."""
 
-import importlib.util
 import mmap
 import os
 import select
@@ -34,15 +33,15 @@ def require(what: str, *needed: tuple[Any, str]) -> None:
         )
 
 
-def require_packages(what: str, extra: str, *packages: str, error: type[Exception] = ValueError) -> None:
-    """Raise an error for the first package that is not installed, with the extra of rollflow that has it."""
+def require_packages(what: str, extra: str, *packages: str, error: Callable[[str], Exception] = ValueError) -> None:
+    """Import packages. Raises an error for the first that can't be, with the extra of rollflow that has it."""
     for package in packages:
         try:
-            is_there = importlib.util.find_spec(package) is not None
-        except ModuleNotFoundError:  # the package that it is in
-            is_there = False
-        if not is_there:
-            raise error(f"{what} takes the package {package}: pip install 'rollflow[{extra}]'")
+            import_module(package)
+        except ImportError as cause:
+            is_missing = isinstance(cause, ModuleNotFoundError) and f"{package}.".startswith(f"{cause.name}.")
+            why = "" if is_missing else f", which raises {type(cause).__name__}: {cause}"
+            raise error(f"{what} takes the package {package}{why}: pip install 'rollflow[{extra}]'") from cause
 
 
 def at_fork(**functions: Callable[[], Any]) -> None:

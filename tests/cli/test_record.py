@@ -113,6 +113,12 @@ def test_videos_want_environments_that_render_and_the_package(
     assert "pip install 'rollflow[video]'" in refused(
         *command(policy, tmp_path / "data", "--video", str(tmp_path / "videos"))
     )
+    (tmp_path / "av.py").write_text("import not_there")  # as one that is installed without what it takes
+    monkeypatch.delitem(sys.modules, "av")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = refused(*command(policy, tmp_path / "data", "--video", str(tmp_path / "videos")))
+    cause = "which raises ModuleNotFoundError: No module named 'not_there'"
+    assert f"a video takes the package av, {cause}: pip install 'rollflow[video]'" in told
     assert not (tmp_path / "data").exists()
 
 

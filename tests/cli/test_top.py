@@ -1,6 +1,5 @@
 """`rollflow top`: runs in the terminal."""
 
-import importlib.util
 import json
 import os
 import pty
@@ -156,7 +155,7 @@ def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.Capt
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, refused: Says) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     assert "top without --json takes the package rich: pip install 'rollflow[view]'" in refused("top")
 
 

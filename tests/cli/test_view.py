@@ -1,6 +1,5 @@
 """`rollflow view`: runs in a browser."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -123,7 +122,7 @@ def test_a_port_that_is_taken_and_a_package_that_is_missing_are_named(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "expected a free port" in refused("view", "--port", taken.getsockname()[1])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "starlette", None)
     assert "takes the package starlette: pip install 'rollflow[view]'" in refused("view")
 
 

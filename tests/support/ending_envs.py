@@ -14,7 +14,7 @@ from rollflow import Fragment
 
 
 class Doomed(NumberedEnv):
-    """Writes down every step that it makes; in its `fate` step of the life it dies, each of so many lives."""
+    """Writes down every step that it makes; in a step of the life its `fate` comes, in each of so many lives."""
 
     def __init__(self, slot: int, log: Path, fate: str, step: int, lives: int, **kwargs: Any) -> None:
         super().__init__(slot, **kwargs)
@@ -27,7 +27,12 @@ class Doomed(NumberedEnv):
         if self.is_fated and self.life == self.fated:
             if self.fate == "raise":
                 raise RuntimeError("it broke")
+            if self.fate.startswith("nan"):
+                observation, _, *rest = super().step(action)
+                return observation, np.nan, *rest
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fate])
+        if self.is_fated and self.life == self.fated + 1 and self.fate == "nan and raise":
+            raise RuntimeError("it broke")
         answer = super().step(action)
         with self.log_path.open("a") as file:
             file.write(f"{self.life}\n")

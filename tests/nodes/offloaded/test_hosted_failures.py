@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ending_envs import Doomed, lives_of, rewards_by_slot
 from held_envs import Held, await_held, let_go, times_made
@@ -109,6 +110,26 @@ def test_one_that_is_lost_in_the_first_step_of_a_fragment_uses_up_none(
         assert (ids[before] == ids[later]) == (later != step // 8)
     assert after.chunk(0).get_observations(slice(0, None))[:, 2].tolist() == list(range(9))
     assert lost_in(taken) == []
+
+
+@pytest.mark.parametrize("then", ["goes on", "raises"])
+def test_a_reward_that_is_not_finite_is_a_failure_of_its_lane(
+    then: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In two lives the environment of lane 0 gives NaN in its step 12, and raises in the step after it or does not."""
+    makers = doomed(tmp_path, 12, 2, slots=2, fate="nan" if then == "goes on" else "nan and raise")
+    with doomed_at("hosted rollouts", makers, lanes=2, num_fragments=4, prefetch=1) as made, made as rollout:
+        taken = list(rollout.fragments())
+    assert sorted((f.lane, f.sequence, f.num_steps) for f in taken) == [(i, n, 8) for i in (0, 1) for n in range(4)]
+    check_counts(taken, rollout)
+    lost = [(fragment.lane, fragment.sequence) for fragment in taken if fragment.losses]
+    assert lost == [(0, 1), (0, 2)]
+    told = "EnvError: lane 0, slot 0, vector step 12: its reward is nan, expected a finite float32"
+    for fragment in taken:
+        assert all(loss.reason.startswith(told) for loss in fragment.losses)
+    assert "lane 0 is lost and made again in 0.0 s: host sim (" in caplog.text
+    assert told in caplog.text
+    assert np.isfinite(np.concatenate([f.column("rewards") for f in taken])).all()
 
 
 def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path) -> None:
