@@ -51,14 +51,15 @@ class BaseEpisode:
         """Seconds from the reset, or the step at which this chunk was cut, to its last step; 0.0 for a slice."""
         return self._duration_s
 
-    def __getitem__(self, slice_: builtins.slice) -> Any:
+    def __getitem__(self, slice_: builtins.slice) -> Self:
         if not isinstance(slice_, builtins.slice):
             raise NotImplementedError(
                 f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one {self._indexed} use "
                 "get_observations and the other getters"
             )
         whole: Any = self
-        return whole.slice(slice_)
+        part: Self = whole.slice(slice_)
+        return part
 
     def _take_time(self) -> None:
         """Count the time since the last step."""

@@ -72,7 +72,7 @@ class MultiAgentFragment:
         return self.clock.losses
 
     @cached_property
-    def agent_chunks(self) -> dict[tuple[int, int], list[AgentChunk]]:
+    def _agent_chunks(self) -> dict[tuple[int, int], list[AgentChunk]]:
         """(environment, number of its episode in the fragment) -> chunks of its agents.
 
         An agent's key is the number of its part, its place in that, and the id of its module.

@@ -77,7 +77,7 @@ class AgentEpisodeCollector(EpisodeCollector[WholeMultiAgentEpisodes]):
                     begin,
                     stop,
                     end is not None,
-                    fragment.agent_chunks.get((env, nth), []),
+                    fragment._agent_chunks.get((env, nth), []),
                     fragment.custom_data.get(key, {}),
                     end is not None and end[1],
                     _early_of(fragment, env, started, stop),

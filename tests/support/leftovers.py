@@ -87,7 +87,8 @@ def ends(thread: threading.Thread) -> bool:
 def held_here() -> dict[str, Any]:
     """Return what this process holds and a run has to give back, temporary files among it.
 
-    Trio keeps its threads for some seconds, those of other tests as well.
+    Trio keeps idle threads for some seconds, those of other tests as well: they are left out. One that works is named
+    after its work.
     """
     join_loop_workers()
     gc.collect()

@@ -98,7 +98,7 @@ def _check_columns(rows: Rows | AgentRows, counts: list[int], where: str, *, is_
 
     counts    slots of each part; of one agent there is one part
     """
-    for name in ("rewards", "terminateds", "truncateds"):
+    for name in ("terminateds", "truncateds", "rewards"):  # all lengths before the numbers of the last
         column = getattr(rows, name)
         parts = [column] if isinstance(column, np.ndarray) else column
         if (parts is not None) != is_step or (is_step and [len(part) for part in parts] != counts):

@@ -1,14 +1,14 @@
 """SingleAgentEpisode: the statements of RLlib's episode page, and what that page leaves open."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self, get_type_hints
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollflow import SingleAgentEpisode
+from rollflow import MultiAgentEpisode, SingleAgentEpisode
 from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError
 from rollflow.stream.episodes.buffer import LookbackBuffer
 
@@ -431,6 +431,11 @@ def test_a_state_is_a_copy_and_names_whose_episode_it_is() -> None:
     episode.observations[0].append(9)
     assert copied.get_observations() == [[1]]
     assert {key: getattr(copied, key) for key in (*spaces, *of)} == {**spaces, **of}
+
+
+@pytest.mark.parametrize("kind", [SingleAgentEpisode, MultiAgentEpisode])
+def test_a_slice_has_the_type_of_its_episode(kind: Any) -> None:
+    assert get_type_hints(kind.__getitem__)["return"] is Self
 
 
 bounds = st.none() | st.integers(-9, 9)

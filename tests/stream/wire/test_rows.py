@@ -104,6 +104,11 @@ WRONG_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"rewards": np.array([NAN, 0.0])}, "the reward of slot 0 is nan, expected a finite number"),
     ({"rewards": np.zeros(3)}, r"rewards is an array <f8\[3\], expected 2 numbers"),
     ({"truncateds": None}, "truncateds is nil, expected 2 numbers"),
+    ({"rewards": np.array([NAN, 0.0]), "terminateds": None}, "terminateds is nil, expected 2 numbers"),
+    (
+        {"rewards": np.array([NAN, 0.0]), "truncateds": np.zeros(3, bool)},
+        r"truncateds is an array \|b1\[3\], expected 2 numbers",
+    ),
     ({"final_slots": ()}, r"final_slots is \[\], expected \[1\]: under SAME_STEP, every slot that ended"),
     ({"final_slots": (0, 1)}, r"final_slots is \[0, 1\], expected \[1\]"),
     ({"final_obs": None}, r"final_obs is None, expected the last observations of slots \[1\]"),
@@ -134,6 +139,10 @@ WRONG_AGENT_ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rewards": None}, "rewards is nil, expected arrays of 4, 2 numbers"),
     ({"rewards": (np.zeros(4, np.float32),)}, "rewards is .*, expected arrays of 4, 2 numbers"),
+    (
+        {"rewards": (np.full(4, NAN, np.float32), np.zeros(2, np.float32)), "terminateds": None},
+        "terminateds is nil, expected arrays of 4, 2 numbers",
+    ),
     ({"truncateds": (np.zeros(4, bool), np.zeros(1, bool))}, "truncateds is .*, expected arrays of 4, 2 numbers"),
     (
         {"rewards": (INT([0, 0, 0, np.inf], np.float32), np.zeros(2, np.float32))},

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.to_thread
 import psutil
 import pytest
 from held_envs import LONGEST_S, Held, await_held, await_that
@@ -63,6 +65,28 @@ def test_nothing_is_left_in_this_process(
     with suppress(ZeroDivisionError):
         ran(where, ending)
     assert held_here() == before
+
+
+def test_a_thread_of_trio_that_still_works_is_noticed() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go_on.wait()
+
+    async def leave() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(anyio.to_thread.run_sync, work, abandon_on_cancel=True))
+            await anyio.to_thread.run_sync(began.wait)
+            tasks.cancel_scope.cancel()
+
+    before = held_here()
+    try:
+        anyio.run(leave, backend="trio")
+        left = held_here()["threads"]
+    finally:
+        go_on.set()
+    assert len(set(left) - set(before["threads"])) == 1
 
 
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
