@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -52,6 +51,9 @@ _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     torch.Tensor.div: torch.Tensor.div_,
 }
 
+# Functions that return their argument where its shape and dtype are those that are asked for.
+_MAY_PASS_ON = {torch.Tensor.float, torch.Tensor.flatten, torch.flatten}
+
 # Methods and properties of a tensor that do not depend on its elements.
 _METHODS = frozenset(
     "__len__ dim ndimension nelement numel size stride storage_offset element_size is_contiguous is_floating_point "
@@ -63,9 +65,6 @@ _METHODS_OF_SHAPE = frozenset(
     "__len__ dim ndimension nelement numel size element_size is_floating_point _set_grad_enabled".split()
 )
 _PROPERTIES_OF_SHAPE = frozenset("shape dtype device ndim".split())
-
-_ONLY_TENSORS = {Tensor}
-_kind = attrgetter("shape", "dtype")
 
 COMPARED = 8  # passes of each kind of batch that a watched module does both ways
 MOST_KINDS = 16
@@ -97,7 +96,7 @@ class FlatForward:
         self._weights = _ArrangedWeights() if module is None else None
         self._flat: dict[Any, Callable[..., Any] | None] = {}
         self._single: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}  # by column: shape, dtype, replay
-        self._nested: dict[str, tuple[list[Any], list[Any], Callable[..., Any]]] = {}  # keys, shapes and dtypes, replay
+        self._nested: dict[str, tuple[list[tuple[Any, Any, Any]], Callable[..., Any]]] = {}  # see `_parts`; replay
         self._compared: dict[Any, tuple[Callable[..., Any], int]] = {}  # by kind: replay, passes that gave the same
 
     def __call__(self, batch: Batch) -> Batch:
@@ -111,8 +110,8 @@ class FlatForward:
                 except Exception as error:
                     return self._after(error, batch)
             nested = self._nested.get(name)
-            if nested is not None and (given := _parts(leaf, nested[0])) is not None and _kinds(given) == nested[1]:
-                return self._replayed(batch, nested[2], given)
+            if nested is not None and (parts := _parts(leaf, nested[0])) is not None:
+                return self._replayed(batch, nested[1], parts)
         tree: Tree = batch
         leaves: list[Any] = [*batch.values()]
         structure: Any = tuple(batch)
@@ -185,7 +184,7 @@ class FlatForward:
             [(name, column)] = batch.items()
             keys = {id(part): key for key, part in column.items()} if type(column) is dict else {}
             if keys.keys() == set(map(id, leaves)):
-                self._nested[name] = [keys[id(leaf)] for leaf in leaves], _kinds(leaves), flat
+                self._nested[name] = [(keys[id(leaf)], leaf.shape, leaf.dtype) for leaf in leaves], flat
 
     def _replayed(self, batch: Batch, flat: Callable[..., Any], leaves: Sequence[Any]) -> Batch:
         """What a replay gives; where it fails, the module's own output."""
@@ -210,19 +209,17 @@ class FlatForward:
         self._compared.clear()
 
 
-def _parts(column: Any, keys: list[Any]) -> list[Tensor] | None:
-    """The tensors of a column that is a dict of tensors, in the order of these keys; None for another."""
-    if type(column) is not dict or len(column) != len(keys):
+def _parts(column: Any, kinds: list[tuple[Any, Any, Any]]) -> list[Tensor] | None:
+    """The tensors of a column that is a dict of tensors of these keys, shapes and dtypes; None for another."""
+    if type(column) is not dict or len(column) != len(kinds):
         return None
-    try:
-        parts = [column[key] for key in keys]
-    except KeyError:
-        return None
-    return parts if {*map(type, parts)} == _ONLY_TENSORS else None
-
-
-def _kinds(leaves: Sequence[Tensor]) -> list[Any]:
-    return list(map(_kind, leaves))
+    parts = []
+    for key, shape, dtype in kinds:
+        part = column.get(key)
+        if type(part) is not Tensor or part.shape != shape or part.dtype is not dtype:
+            return None
+        parts.append(part)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +357,8 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if func in _MAY_PASS_ON and args and result is args[0]:
+            return  # as for all tensors of its shape and dtype
         if any(isinstance(leaf, Tensor) for leaf in leaves_of(result)):
             source = [self._expression(each) for each in args]
             source += [f"{name}={self._expression(value)}" for name, value in kwargs.items()]

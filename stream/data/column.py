@@ -29,6 +29,7 @@ class Column:
         "_keys",
         "_leaves",
         "_shape",
+        "_shapes",
         "_source_dtype",
         "_source_dtypes",
         "_treespec",
@@ -52,7 +53,8 @@ class Column:
         if type(tree) is dict:
             keys = {id(part): key for key, part in tree.items()}
             self._keys = [keys[id(leaf)] for leaf in self._leaves] if keys.keys() == set(map(id, self._leaves)) else []
-        self._shape = self._leaves[0].shape[1:] if self._leaves else ()
+        self._shapes = [leaf.shape[1:] for leaf in self._leaves]
+        self._shape = self._shapes[0] if self._leaves else ()
         # dtypes of the last whole row written: only others are checked before they are cast.
         self._source_dtypes = [leaf.dtype for leaf in self._leaves]
         self._source_dtype = self._source_dtypes[0] if self._leaves else np.dtype(bool)
@@ -94,6 +96,16 @@ class Column:
             if not is_narrower(array.dtype, values.dtype):  # else the next row's numbers are checked as well
                 self._source_dtype = values.dtype
             return
+        if self._keys and type(values) is dict and len(values) == len(self._keys):
+            for key, leaf, shape, dtype in zip(
+                self._keys, self._leaves, self._shapes, self._source_dtypes, strict=True
+            ):
+                part = values.get(key)
+                if type(part) is not _Array or part.dtype is not dtype or part.shape != shape:
+                    break
+                leaf[row] = part
+            else:
+                return
         parts = self._alike(values)
         if parts is None:
             parts = self._matched_row(values)
@@ -211,14 +223,11 @@ class Column:
     def _alike(self, values: Tree) -> list[NDArray[Any]] | None:
         """The leaves of a whole row that needs no check: arrays of the shapes and dtypes of the last one; else None."""
         try:
-            if self._keys and type(values) is dict and len(values) == len(self._keys):
-                parts: list[Any] = [values[key] for key in self._keys]
-            else:
-                parts = self._treespec.flatten_up_to(values)
-        except (KeyError, ValueError):
+            parts: list[Any] = self._treespec.flatten_up_to(values)
+        except ValueError:
             return None
-        for leaf, part, dtype in zip(self._leaves, parts, self._source_dtypes, strict=True):
-            if type(part) is not np.ndarray or part.dtype is not dtype or part.shape != leaf.shape[1:]:
+        for shape, part, dtype in zip(self._shapes, parts, self._source_dtypes, strict=True):
+            if type(part) is not _Array or part.dtype is not dtype or part.shape != shape:
                 return None
         return parts
 
