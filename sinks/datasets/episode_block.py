@@ -264,7 +264,7 @@ class BlockRest:
 
 
 _NEEDED = (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.POLICY_VERSION)
-_STEPS_AT_ONCE = 1 << 20
+STEPS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,7 +293,7 @@ def summary_of(store: EpisodeStore) -> EpisodeSummary:
     returns, is_whole = np.zeros(count), store.t_started == 0
     oldest, newest = np.zeros(count, np.int64), np.zeros(count, np.int64)
     columns = {name: store.columns[name] for name in _NEEDED if name in store.columns}
-    for episodes in windows_of(store.num_steps, np.arange(count), _STEPS_AT_ONCE):
+    for episodes in windows_of(store.num_steps, np.arange(count), STEPS_AT_ONCE):
         lengths = store.num_steps[episodes]
         steps = store.read(episodes, columns, with_last=False)
         read = {name: steps.taken(name) for name in columns}

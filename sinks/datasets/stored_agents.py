@@ -3,17 +3,19 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
 from rollflow.sinks.datasets.episode_block import (
+    STEPS_AT_ONCE,
     EpisodeBlock,
     EpisodeRows,
     EpisodeSummary,
     Ints,
     mark_end,
     step_bytes,
-    summary_of,
+    windows_of,
 )
 from rollflow.sinks.datasets.fragment_tables import stored_ids
 from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
@@ -25,7 +27,7 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
-_STOPPED, _AGENT_STEPS = "env_t_stopped", "agent_steps"
+_STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"
 
 
 class ModuleEpisodes(ParquetEpisodes):
@@ -35,12 +37,13 @@ class ModuleEpisodes(ParquetEpisodes):
     agent      i64[A]    place in `agents`
     piece      i64[A]    number of the environment's episode
     last_t     i64[A]    steps of the environment's episode before the agent's last observation
+    returns    f64[A]
 
     Raises DatasetError where one is of no environment's episode.
     """
 
     def __init__(self, module_id: Any, folder: DatasetFolder, envs: "EnvEpisodes") -> None:
-        more = [Columns.AGENT_ID, _STOPPED, ENV_EPS_ID]
+        more = [Columns.AGENT_ID, _RETURN, _STOPPED, ENV_EPS_ID]
         super().__init__(folder, more, lambda table: envs.pieces_of(folder, table))
         self.module_id = module_id
         head = self.order[self.first]
@@ -55,6 +58,7 @@ class ModuleEpisodes(ParquetEpisodes):
         self.agent: Ints = agent[head]
         self.piece: Ints = self.pieces[head]
         self.last_t: Ints = self.more[_STOPPED].to_numpy()[self.last]
+        self.returns: NDArray[np.float64] = np.add.reduceat(self.more[_RETURN].to_numpy()[self.order], self.first)
 
 
 class EnvEpisodes(EpisodeIndex):
@@ -99,11 +103,15 @@ class EnvEpisodes(EpisodeIndex):
         count = len(self.num_steps)
         returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
         for each in self.modules:
-            of_agents = summary_of(each)
-            np.add.at(returns, each.piece, of_agents.returns)
-            if Columns.POLICY_VERSION in each.columns:
-                np.minimum.at(oldest, each.piece, of_agents.oldest_version)
-                np.maximum.at(newest, each.piece, of_agents.newest_version)
+            np.add.at(returns, each.piece, each.returns)
+            if Columns.POLICY_VERSION not in each.columns:
+                continue
+            for episodes in windows_of(each.num_steps, np.arange(len(each.piece)), STEPS_AT_ONCE):
+                steps = each.read(episodes, [Columns.POLICY_VERSION], with_last=False)
+                versions = steps.taken(Columns.POLICY_VERSION)
+                pieces = np.repeat(each.piece[episodes], each.num_steps[episodes])
+                np.minimum.at(oldest, pieces, versions)
+                np.maximum.at(newest, pieces, versions)
         is_whole = (self.t_started == 0) & (self.terminated | self.truncated)
         return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
 

@@ -79,6 +79,7 @@ class SampleServer:
         self._endpoint = endpoint
         self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
         self._clients: dict[bytes, SamplerPeer] = {}  # newest connections, by the tokens of their sessions
+        self._held: list[tuple[wire.ServerSession, wire.Query]] = []  # samples that wait, in the order they came
         self._sockets = listen_on(endpoint.address)
         self.address = address_of(self._sockets[0])
         self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, SamplerPeer, max_strangers=_MOST_STRANGERS)
@@ -123,6 +124,7 @@ class SampleServer:
             del self._clients[peer.session.token]
             self._replay.turns.notify()
         elif isinstance(event, wire.Query):
+            self._answer_held()
             self._answer(peer.session, event)
 
     def fail(self, peer: SamplerPeer, error: Exception, now: float) -> None:
@@ -183,6 +185,7 @@ class SampleServer:
         except Exception as error:
             result = _refusal(query.number, error)
         if result is None:
+            self._held.append((session, query))
             self._waiting.start_soon(self._answer_later, session, query)
             return
         if (peer := self._peer_of(session)) is None:
@@ -199,10 +202,26 @@ class SampleServer:
         else:
             self._loop.write(peer)
 
-    async def _answer_later(self, session: wire.ServerSession, query: wire.Query) -> None:
+    async def _answer_later(self, *held: Any) -> None:
+        """Wait for a sample's turn, or until its time is over."""
+        _, query = held
         with anyio.move_on_after(query.values["wait_s"]):
-            await self._replay.turns.wait_in_loop("sample", lambda: not self._has_to_wait(session, query))
-        self._answer(session, query, is_over=True)
+            while held in self._held:
+                await self._replay.turns.wait_in_loop(
+                    "sample", lambda: held not in self._held or not self._has_to_wait(*held)
+                )
+                self._answer_held()
+        if held in self._held:
+            self._held.remove(held)
+            self._answer(*held, is_over=True)
+
+    def _answer_held(self) -> None:
+        """Answer the samples that need not wait any longer, those that came first before the others."""
+        for held in [*self._held]:
+            if not self._has_to_wait(*held):
+                self._held.remove(held)
+                self._answer(*held, is_over=True)
+                self._replay.turns.notify()
 
     def _has_to_wait(self, session: wire.ServerSession, query: wire.Query) -> bool:
         """True for a sample that the rate holds back, or whose sampler may come back."""

@@ -32,6 +32,7 @@ from rollflow import (
 )
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
+from rollflow.sinks.datasets.stored_agents import ModuleEpisodes
 from rollflow.stream import DatasetError
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.tree import map_tree
@@ -161,7 +162,9 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
 
 
-def test_a_summary_takes_no_versions_from_a_module_without_them(tmp_path: Path) -> None:
+def test_a_summary_reads_the_versions_alone_of_the_modules_that_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fragments = of_two_modules()
     for fragment in fragments:
         for part in fragment.parts:
@@ -174,7 +177,16 @@ def test_a_summary_takes_no_versions_from_a_module_without_them(tmp_path: Path) 
     description = json.loads(path.read_text())
     del description["columns"]["policy_version"]
     path.write_text(json.dumps(description))
+    asked: list[list[str]] = []
+    read = ModuleEpisodes.read
+
+    def noted(self: ModuleEpisodes, episodes: Any, names: Any, **options: Any) -> Any:
+        asked.append(list(names))
+        return read(self, episodes, names, **options)
+
+    monkeypatch.setattr(ModuleEpisodes, "read", noted)
     summary = DatasetSource(tmp_path).summary()
+    assert asked == [["policy_version"]]
     assert set(summary.oldest_version.tolist()) == set(summary.newest_version.tolist()) == {3}
     assert summary.returns == pytest.approx(returns)
 

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import anyio
 import numpy as np
 import pytest
 import torch
+from anyio import wait_all_tasks_blocked
 from feeding_rollouts import SHORT, feeding, rollout_of, weights
 from held_envs import await_that
 from killable_trainer import forked
 from leftovers import held_here
-from replayed import client_of, serving
+from replayed import Played, client_of, serving
 
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
@@ -30,7 +32,7 @@ from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.observe.run_socket import FOLDER, snapshots
-from rollflow.stream.wire import Limits
+from rollflow.stream.wire import Limits, Query, ServerSession
 
 SECRET = "correct horse battery staple"
 
@@ -202,6 +204,44 @@ def test_a_client_that_was_lost_makes_room_for_a_new_one(tmp_path: Path) -> None
     assert list(server._clients) == [bytes([number]) for number in (1, 4, 5)]
     server._clients.clear()
     server.close()
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("wait_s", [0.0, 60.0])
+def test_samples_that_the_rate_holds_back_are_answered_in_the_order_they_came(
+    wait_s: float, backend: str, tmp_path: Path
+) -> None:
+    """An insert lets three samples through, and another one comes before those that wait have got their turn."""
+    replay = Replay(512, rate=SamplesPerInsert(1.0, min_size=8, error_buffer=16), batch_size=16, seed=0)
+    server = SampleServer(replay, endpoint_at(f"unix:{tmp_path / 'to'}", None, None, None, listens=True), Mock())
+    answered: list[tuple[int, bool]] = []
+
+    def come(number: int, wait_s: float) -> None:
+        peer: Any = Mock(lost_at=None, session=ServerSession(bytes([number]), 64))
+        peer.connection.peer_max_frame = 1 << 20
+        peer.connection.answer = lambda result: answered.append((number, result.problem is None))
+        server._clients[peer.session.token] = peer
+        server.handle(peer, Query(1, 0, "sample", {"wait_s": wait_s}, {}), 0.0)
+
+    async def serve() -> None:
+        replay.turns.enter_loop()
+        async with anyio.create_task_group() as server._waiting:
+            for number in range(4):
+                come(number, 60.0)
+                await wait_all_tasks_blocked()
+            assert answered == []
+            replay.insert(Played(2, 1, fragment_length=16).fragments[0])
+            come(9, wait_s)
+            await wait_all_tasks_blocked()
+            server._waiting.cancel_scope.cancel()
+
+    server._loop.write = Mock()  # type: ignore[method-assign]
+    anyio.run(serve, backend=backend)
+    server._clients.clear()
+    server.close()
+    numbers = [number for number, is_given in answered if is_given]
+    assert numbers == [0, 1, 2]
+    assert [number for number, is_given in answered if not is_given] == ([] if wait_s else [9])
 
 
 @pytest.mark.slow
