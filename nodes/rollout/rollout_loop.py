@@ -400,7 +400,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def lost(self) -> dict[str, int]:
         """Transitions that were made and not handed out, by cause.
 
-            closed         were under way when the rollout, or its graph's run, was left, cancelled or interrupted
+            closed         were under way when the rollout, or its graph's run, was left, cancelled or interrupted; or
+                           left out with the last fragment of a lane that was set aside, for a reward that isn't finite
             failed         were under way when an error ended it
             undelivered    a `TrainerSink` had taken, and its trainer was not done with: of all sinks together, each
                            once; a sink's own are in its `lost["undelivered"]`

@@ -1,5 +1,6 @@
 """The stage before the forward pass: connector pieces, and the cutting of fragments."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
     from rollflow.stream.observe.trace import FragmentTrace
+
+logger = logging.getLogger(__name__)
 
 L = TypeVar("L", Lane, "MultiAgentLane")
 P = TypeVar("P")
@@ -97,15 +100,25 @@ class CuttingStage(Generic[L, P]):
         self._ready[lane.index] = self._result(lane, None)
 
     def _set_aside(self, lane: L | NoFragment) -> P:
-        """The result for a lane whose environments are gone for good, or for the word that it is absent."""
+        """The result for a lane whose environments are gone for good, or for the word that it is absent.
+
+        Its last fragment is left out, and its steps are lost, where it has what is refused: other lanes go on.
+        """
         if isinstance(lane, NoFragment):
             return self._result(None, None if self._relay is None else self._relay.lane_absent(lane))
         self._going -= 1
-        was_under_way = self._lanes.pop(lane.index, None) is not None
         self._ready.pop(lane.index, None)
-        last = self._counted(lane, lane.leave()) if was_under_way else None
+        last, missing = None, 0
+        if self._lanes.pop(lane.index, None) is not None:
+            try:
+                last = self._counted(lane, lane.leave())
+            except EnvError as error:
+                logger.warning("the last fragment of a lane that is set aside is left out: %s", error)
+                missing = 1
         if self._relay is not None:
-            last = self._relay.lane_set_aside(lane.index, lane.sequence, last)
+            if missing:
+                self._relay.fragment_missing(lane.index)
+            last = self._relay.lane_set_aside(lane.index, lane.sequence - missing, last)
         return self._result(None, last)
 
     def _full(self, lane: L) -> P:
@@ -128,10 +141,16 @@ class CuttingStage(Generic[L, P]):
         return self._going == 0
 
     def finish(self) -> Iterator[P]:
-        """Cut what every lane has so far."""
+        """Cut what every lane has so far; then raise EnvError for the first lane that has what is refused."""
+        failures: list[EnvError] = []
         for lane in self._lanes.values():
             if not lane.at_start:
-                yield self._result(None, self.cut(lane))
+                try:
+                    yield self._result(None, self.cut(lane))
+                except EnvError as error:
+                    failures = failures or [error]
+        if failures:
+            raise failures.pop()
 
     def take_ending(self, cause: str) -> None:
         """Take note of the cause that has ended the run."""

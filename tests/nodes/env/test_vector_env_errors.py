@@ -1,9 +1,11 @@
 """Errors about what one slot's environment gave that has no place in an array: they name the slot and what it was."""
 
 import re
+from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -15,9 +17,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from sloppy_envs import fragments_of
 from small_env import SmallEnv
 
-from rollflow import Rollout
+from rollflow import ConnectorV2, Rollout
 from rollflow.nodes import RandomModule
 from rollflow.stream import ColumnError, EnvError
+from rollflow.stream.graph.inline_run import InlineRun
 
 PLACES = ["inline", "threads", "processes", "rollouts"]
 
@@ -260,6 +263,36 @@ def test_the_first_reward_in_time_that_is_not_finite_is_refused_with_its_place(w
     with pytest.raises(EnvError, match=told) as raised:
         fragments_of(envs, where=where, **({"lanes": 1} if isinstance(envs, list) else {}))
     assert "vector step" not in " ".join(note.split("\n")[0] for note in raised.value.__notes__)
+
+
+class Own(ConnectorV2):
+    """Piece of the user that leaves everything as it is."""
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+
+def test_no_piece_is_named_where_an_environment_gives_a_reward_that_is_not_finite() -> None:
+    with pytest.raises(EnvError, match="its reward is nan") as raised:
+        fragments_of(partial(Odd, reward=np.nan), env_to_module_connector=lambda *spaces: Own())
+    assert not [note for note in raised.value.__notes__ if "connector piece" in note]
+
+
+def test_at_a_drain_all_lanes_are_cut_before_a_reward_that_is_not_finite_is_refused() -> None:
+    """Lanes 0 and 2 give such a reward in the third of five steps."""
+    steps, envs = Counter[int](), [partial(Odd, length=99, reward=np.nan, since=each) for each in (3, 99, 3, 99)]
+    rollout: Any = Rollout(envs, module=RandomModule, lanes=4, fragment_length=8)
+    rollout.hold_back(
+        SimpleNamespace(admits=lambda lane: steps.update([lane.index]) or steps[lane.index] <= 5, watch=id)
+    )
+    taken: list[Any] = []
+    with InlineRun(rollout.graph()) as run:
+        assert run.next_outputs() == []  # all lanes are held back
+        run.finish()
+        with pytest.raises(EnvError, match=r"^lane 0, slot 0, vector step 2: its reward is nan"):
+            while True:
+                taken += run.next_outputs()
+    assert [(fragment.lane, fragment.num_steps) for _, fragment in taken] == [(1, 5), (3, 5)]
 
 
 @pytest.mark.parametrize("where", PLACES)

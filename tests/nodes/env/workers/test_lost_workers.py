@@ -4,6 +4,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from property_examples import examples
 
 from rollflow import Rollout, Timeouts
 from rollflow.stream import EnvError
+from rollflow.stream.graph.inline_run import InlineRun
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
@@ -114,6 +116,36 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
     assert caplog.text.count("lane 1 is lost and made again") == 5
     assert caplog.text.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"max_lag": 1, "on_excess": "pace"}], ids=["plain", "pace"])
+def test_one_that_is_set_aside_with_a_reward_that_is_not_finite_is_left_out_and_the_others_go_on(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is lost again and again in the step after such a reward."""
+    makers = [partial(Doomed, slot, tmp_path, "nan and raise", 3, 100 * (slot == 1)) for slot in range(3)]
+    options = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 4, "seed": 0, **options}
+    with Rollout(makers, where="processes", lanes=3, workers=2, **options) as rollout:
+        with pytest.warns(RuntimeWarning, match="lane 1 is set aside"):
+            fragments = list(rollout.fragments())
+        made = rollout.num_steps
+    assert sorted((each.lane, each.sequence) for each in fragments) == [(lane, n) for lane in (0, 2) for n in range(4)]
+    assert made - rollout.lost["closed"] == sum(each.num_steps for each in fragments) == 320
+    told = "lane 1, slot 0, vector step 3: its reward is nan, expected a finite float32"
+    assert f"the last fragment of a lane that is set aside is left out: {told}" in caplog.text
+
+
+def test_gates_hear_of_the_fragment_that_is_left_out_with_its_lane(tmp_path: Path) -> None:
+    heard = list[Any]()
+    gate = SimpleNamespace(admits=lambda lane: True, watch=id, leave=heard.append, gone=lambda *of: heard.append(of))
+    makers = [partial(Doomed, slot, tmp_path, "nan and raise", 3, 100 * (slot == 1)) for slot in range(2)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 2, "seed": 0}
+    rollout = Rollout(makers, where="processes", lanes=2, **options)
+    rollout.hold_back(gate)
+    with InlineRun(rollout.graph()) as run:
+        while run.next_outputs():
+            pass
+    assert heard == [1, (1, 0)]  # no fragment of lane 1 is to be waited for
 
 
 class KillsAll(Doomed):
