@@ -23,7 +23,14 @@ from rollflow.nodes.env.multi_agent_env import (
     agent_spaces,
     agents_of,
 )
-from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationRows, checks_of, rewards_of
+from rollflow.nodes.env.observation_check import (
+    CHECKED_STEPS,
+    Deviations,
+    ObservationRows,
+    checks_of,
+    finite_float32,
+    rewards_of,
+)
 from rollflow.nodes.env.stepping import Turn, close_failed, nothing
 from rollflow.stream.data.closing import Closing, close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, located, noted, shown
@@ -430,14 +437,7 @@ class ArrayEnvs:
 
     def _rewards(self, rewards: Any, part: int) -> NDArray[np.float32]:
         self._check_array(rewards, (self.num_envs, self._sizes[part]), np.dtype(np.float32), part, "rewards")
-        with np.errstate(over="ignore"):
-            flat: NDArray[np.float32] = rewards.reshape(-1).astype(np.float32, copy=False)
-        # A sum of float32 can't grow beyond float64: it is finite where all are.
-        if not np.isfinite(np.add.reduce(flat, dtype=np.float64)):
-            slot = int(np.argmin(np.isfinite(flat)))
-            where = self._slots.named(self._slots.bounds[part] + slot)
-            raise EnvError(f"{where}: its reward is {rewards.reshape(-1)[slot]}, expected a finite float32")
-        return flat
+        return finite_float32(rewards.reshape(-1), lambda slot: self._slots.named(self._slots.bounds[part] + slot))
 
     def _check_array(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], part: int, name: str) -> None:
         if not isinstance(array, np.ndarray):
@@ -571,6 +571,10 @@ def step_values(steps: Sequence[Any], slots: AgentNumbers, envs: Sequence[int] |
     infos: list[Any] = []
     has_infos = False
     envs = range(slots.num_envs) if envs is None else envs
+
+    def named(place: int) -> str:
+        return slots.named(rewarded[place])
+
     try:
         for env, (observations, gains, terminateds, truncateds, more) in zip(envs, steps, strict=True):
             number_of = slots.by_env[env].__getitem__
@@ -591,7 +595,7 @@ def step_values(steps: Sequence[Any], slots: AgentNumbers, envs: Sequence[int] |
     return StepValues(
         *_ascending(numbers, items),
         np.array(rewarded, np.int64),
-        _numbers(rewards, rewarded, slots),
+        finite_float32(rewards_of(rewards, named), named),
         terminated,
         truncated,
         _checked_infos(infos, slots, envs) if has_infos else (),
@@ -614,20 +618,6 @@ def _ascending(numbers: list[int], items: list[Tree]) -> tuple[NDArray[np.int64]
         order = np.argsort(ordered)
         return ordered[order], [items[place] for place in order.tolist()]
     return ordered, items
-
-
-def _numbers(rewards: list[Any], rewarded: list[int], slots: AgentNumbers) -> NDArray[np.float32]:
-    """The rewards as an array. Raises EnvError for one that is no finite number."""
-    numbers = rewards_of(rewards, lambda place: slots.named(rewarded[place]))
-    with np.errstate(over="ignore"):
-        values: NDArray[np.float32] = numbers.astype(np.float32)
-    # A sum of float32 can't grow beyond float64: it is finite where all are.
-    if not np.isfinite(np.add.reduce(values, dtype=np.float64)):
-        place = int(np.argmin(np.isfinite(values)))
-        raise EnvError(
-            f"{slots.named(rewarded[place])}: its reward is {shown(rewards[place])}, expected a finite float32"
-        )
-    return values
 
 
 def _checked_infos(

@@ -214,7 +214,7 @@ def _one_after_the_other(env: SyncVectorEnv, mode: AutoresetMode, turn: Turn, lo
         except Exception as error:
             error.add_note(f"slot {len(taken)}")
             raise
-        observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
+        observations, rewards, terminateds, truncateds, infos = columns_of(taken)
         done = np.logical_or(terminateds, truncateds)
         final = None
         if 1 in done.tobytes():
@@ -285,26 +285,28 @@ def _look_once(calls: list[Any], slot: int, look: Look, name: str, size: int) ->
     calls[slot] = looked_at
 
 
-def _columns_of(taken: list[Any]) -> tuple[list[Tree], Sequence[Any], NDArray[np.bool_], NDArray[np.bool_], list[Any]]:
-    """The results of every slot's step, item by item. Raises EnvError where a slot did not give its five."""
+def columns_of(
+    taken: list[Any], named: Callable[[int], str] = "slot {}".format
+) -> tuple[list[Tree], Sequence[Any], NDArray[np.bool_], NDArray[np.bool_], list[Any]]:
+    """The results of every slot's step, item by item. Raises EnvError, with the slot's name, for other than five."""
     try:
         observations, rewards, terminateds, truncateds, infos = zip(*taken, strict=True)
     except (TypeError, ValueError):
         for slot, answer in enumerate(taken):
             if not isinstance(answer, Sequence) or len(answer) != len(STEP_GIVES):
                 expected = f"expected a tuple of {len(STEP_GIVES)}: {', '.join(STEP_GIVES)}"
-                raise EnvError(f"slot {slot}: step gave {kind_of(answer)}, {expected}").see("flags") from None
+                raise EnvError(f"{named(slot)}: step gave {kind_of(answer)}, {expected}").see("flags") from None
         raise
     return (
         list(observations),
         rewards,
-        _flags(terminateds, "terminated"),
-        _flags(truncateds, "truncated"),
+        _flags(terminateds, "terminated", named),
+        _flags(truncateds, "truncated", named),
         list(infos),
     )
 
 
-def _flags(values: Sequence[Any], name: str) -> NDArray[np.bool_]:
+def _flags(values: Sequence[Any], name: str, named: Callable[[int], str]) -> NDArray[np.bool_]:
     try:
         flags = np.array(values, np.bool_)
     except ValueError:  # of different shapes
@@ -312,7 +314,7 @@ def _flags(values: Sequence[Any], name: str) -> NDArray[np.bool_]:
     if flags.ndim == 1:
         return flags
     slot = next(slot for slot, each in enumerate(values) if np.ndim(each))
-    raise EnvError(f"slot {slot}: {name} has shape {list(np.shape(values[slot]))}, expected one bool").see("flags")
+    raise EnvError(f"{named(slot)}: {name} has shape {list(np.shape(values[slot]))}, expected one bool").see("flags")
 
 
 def _begun_anew(

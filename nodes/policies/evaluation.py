@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_numbers, is_whole
 from rollflow.nodes.env.env_source import lane_makers
+from rollflow.nodes.env.lane_envs import reset_values, step_values
 from rollflow.nodes.env.multi_agent_env import adapted, agent_spaces
-from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
+from rollflow.nodes.env.observation_check import Deviations, check_reset, finite_float32, info_given, rewards_of
+from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, columns_of
 from rollflow.stream.data.closing import close_all, closing_on_error
-from rollflow.stream.data.errors import PolicyError, refused, shown
+from rollflow.stream.data.errors import EnvError, PolicyError, noted, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.graph.seeding import env_seed_for
+from rollflow.stream.multi_agent.agent_states import AgentNumbers
 
 if TYPE_CHECKING:
     from rollflow.nodes.policies.policy import Policy
@@ -37,26 +39,20 @@ def name_of_env(env: Any, env_kwargs: Mapping[str, Any] | None = None) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in env_kwargs.items())})" if env_kwargs else name
 
 
-def env_to_evaluate(asked: Any, given: Any, *, may_be_id: bool) -> Any:
-    """What makes the environments of an evaluation: what it was asked to take, or what the rollout was given.
+def env_to_evaluate(env: Any, whose: str = "env is", *, may_be_id: bool) -> Any:
+    """Return what makes the environments of an evaluation.
 
+    whose        begins the error's text
     may_be_id    whether the id of an environment will do, beside a function
 
     Raises PolicyError for what makes no environments one by one, and TypeError for a number of episodes.
     """
-    made = given if asked is None else asked
-    _refuse_count(made)
-    if not callable(made) and not (may_be_id and isinstance(made, str | EnvSpec)):
-        whose = "the rollout was given" if asked is None else "env is"
-        kinds = "an id, or a function that makes one" if may_be_id else "a function that makes an environment"
-        raise PolicyError(f"{whose} {name_of_env(made)}, expected env: {kinds}")
-    return made
-
-
-def _refuse_count(env: Any) -> None:
-    """Raise TypeError for a number in the place of the environment."""
     if is_whole(env):
         raise TypeError(f"evaluate's env is {env}, expected what makes environments: the number is episodes={env}")
+    if not callable(env) and not (may_be_id and isinstance(env, str | EnvSpec)):
+        kinds = "an id, or a function that makes one" if may_be_id else "a function that makes an environment"
+        raise PolicyError(f"{whose} {name_of_env(env)}, expected env: {kinds}")
+    return env
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,9 +99,8 @@ def evaluated(policy: "Policy", env: EnvMaker, *, episodes: int, num_envs: int, 
     plain form has other spaces than the policy is made in its vectorized form, as a rollout makes it; slots of vector
     environments have a seed for their first episode, and go on with their generators.
     """
-    _refuse_count(env)
-    with refused("there is nothing to evaluate"):
-        check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
+    env_to_evaluate(env, may_be_id=True)
+    check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     envs: list[gym.Env[Any, Any] | VectorEnv[Any, Any, Any]] = [_made(env, policy, min(num_envs, episodes))]
 
     def close() -> None:
@@ -119,7 +114,11 @@ def evaluated(policy: "Policy", env: EnvMaker, *, episodes: int, num_envs: int, 
         else:
             check_spaces(policy, first.observation_space, first.action_space, str(first))
             while len(envs) < min(num_envs, episodes):
-                envs.append(_made(env, policy, 1))
+                made = _made(env, policy, 1)
+                if any(made is other for other in envs):
+                    text = f"the callable for slot {len(envs)} gave an environment that another slot has already"
+                    raise EnvError(text)
+                envs.append(made)
             found = _played(policy, envs, episodes, seed)
     close()
     return found
@@ -157,17 +156,34 @@ def _played(policy: "Policy", envs: Sequence[Any], episodes: int, seed: int) -> 
     def player(session: int, env: gym.Env[Any, Any]) -> Player:
         for episode in waiting:
             policy.reset(session)
-            observation, _ = env.reset(seed=env_seed_for(seed, "evaluation", episode))
-            reward, ended = 0.0, False
+            where = f"slot {session}, episode {episode}"
+            with noted(f"{where}, the reset"):
+                answer = env.reset(seed=env_seed_for(seed, "evaluation", episode))
+            check_reset(answer, where)
+            observation, reward, ended = answer[0], 0.0, False
             while not ended:
                 actions = yield {session: (observation, reward)}
-                observation, earned, terminated, truncated, _ = env.step(actions[session])
-                reward, ended = float(earned), bool(terminated or truncated)
+                observation, reward, ended = _stepped(env, actions[session], f"{where}, step {lengths[episode]}")
                 returns[episode] += reward
                 lengths[episode] += 1
 
     play([player(session, env) for session, env in enumerate(envs)], lambda _: policy)
     return Evaluation(returns, lengths)
+
+
+def _stepped(env: gym.Env[Any, Any], action: Any, where: str) -> tuple[Tree, float, bool]:
+    """Observation, reward, and whether the episode has ended. Raises EnvError for what a rollout refuses, too."""
+
+    def named(_: int) -> str:
+        return where
+
+    with noted(where):
+        answer = env.step(action)
+    [observation], earned, [terminated], [truncated], [info] = columns_of([answer], named)
+    rewards = rewards_of(earned, named)
+    finite_float32(rewards, named)
+    info_given(info, where)
+    return observation, float(rewards[0]), bool(terminated or truncated)
 
 
 def _played_together(policy: "Policy", env: VectorEnv[Any, Any, Any], episodes: int, seed: int) -> Evaluation:
@@ -177,14 +193,22 @@ def _played_together(policy: "Policy", env: VectorEnv[Any, Any, Any], episodes: 
     returns, lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
     playing, rewards = np.arange(slots), np.zeros(slots, np.float32)
     resetting = np.zeros(slots, np.bool_)  # in the next step, which is part of no episode
-    observations, _ = lane.reset([env_seed_for(seed, "evaluation", slot) for slot in range(slots)])
+    with noted("the first reset"):
+        observations, _ = lane.reset([env_seed_for(seed, "evaluation", slot) for slot in range(slots)])
+    steps = 0
+
+    def named(slot: int) -> str:
+        return f"slot {slot}, vector step {steps}"
+
     while playing.min() < episodes:
         actions = policy.act_batch(map_tree(np.array, observations), rewards, list(range(slots)))
-        stepped = Stepped(*lane.step(actions))
+        with noted(f"vector step {steps}"):
+            stepped = Stepped(*lane.step(actions))
         observations = stepped.observations
-        rewards = np.where(resetting, 0, stepped.rewards).astype(np.float32)
+        earned = np.where(resetting, 0, rewards_of(list(stepped.rewards), named))
+        rewards = finite_float32(earned, named)
         counted = (playing < episodes) & ~resetting
-        returns[playing[counted]] += np.asarray(stepped.rewards, np.float64)[counted]
+        returns[playing[counted]] += earned[counted]
         lengths[playing[counted]] += 1
         ended = np.logical_or(stepped.terminateds, stepped.truncateds) & ~resetting
         begun, resetting = (resetting, ended) if resets_next_step else (ended, resetting)
@@ -192,13 +216,14 @@ def _played_together(policy: "Policy", env: VectorEnv[Any, Any, Any], episodes: 
         rewards[begun] = 0
         for slot in np.flatnonzero(begun).tolist():
             policy.reset(slot)
+        steps += 1
     return Evaluation(returns, lengths)
 
 
 def _made(env: EnvMaker, policy: "Policy", slots: int) -> gym.Env[Any, Any] | VectorEnv[Any, Any, Any]:
     """One environment; of an id whose plain form is not there, or has other spaces, so many in its vectorized form."""
     if not isinstance(env, str | EnvSpec):
-        made = env() if callable(env) else env
+        made = env()
         if not isinstance(made, gym.Env | VectorEnv):
             raise PolicyError(
                 f"env gives {shown(made)}, expected an id, or a function that makes a gymnasium environment"
@@ -239,9 +264,8 @@ def evaluate_agents(
     An agent's length is the number of its actions. Sessions of the policies are begun anew, one for each agent. Raises
     PolicyError for an agent without a policy, or with one for other spaces.
     """
-    with refused("there is nothing to evaluate"):
-        check_numbers(episodes=(episodes, 1))
-    made = adapted(env())
+    check_numbers(episodes=(episodes, 1))
+    made = adapted(env_to_evaluate(env, may_be_id=False)())
     try:
         _check_agents(policies, made)
         found = {agent: Evaluation(np.zeros(episodes), np.zeros(episodes, np.int64)) for agent in policies}
@@ -255,18 +279,29 @@ def _player(
     policies: "Mapping[Any, Policy]", env: Any, found: Mapping[Any, Evaluation], episodes: int, seed: int
 ) -> Player:
     """Player of all agents, whose returns and lengths go into `found`."""
+    slots = AgentNumbers([list(policies)], 1)  # names what breaks a rule
     for episode in range(episodes):
         for agent, policy in policies.items():
             policy.reset(agent)
         since = dict.fromkeys(policies, 0.0)  # an agent's last action
-        observations, _ = env.reset(seed=env_seed_for(seed, "evaluation", episode))
+        slots.steps[0] = -1
+        with noted(f"episode {episode}"):
+            with noted(slots.env_named(0)):
+                answer = env.reset(seed=env_seed_for(seed, "evaluation", episode))
+            reset_values([0], [answer], slots)
+        slots.steps[0], observations = 0, answer[0]
         ended: set[Any] = set()
         while observations:
             actions = yield {agent: (seen, since[agent]) for agent, seen in observations.items()}
             for agent in actions:
                 found[agent].lengths[episode] += 1
                 since[agent] = 0.0
-            observations, rewards, terminateds, truncateds, _ = env.step(actions)
+            with noted(f"episode {episode}"):
+                with noted(slots.env_named(0)):
+                    answer = env.step(actions)
+                step_values([answer], slots)
+            slots.steps[0] += 1
+            observations, rewards, terminateds, truncateds, _ = answer
             for agent, reward in rewards.items():
                 found[agent].returns[episode] += float(reward)
                 since[agent] += float(reward)

@@ -507,18 +507,19 @@ class Policy:
         """
         return self._weights.publish(weights)
 
-    @checking_keywords("evaluate", {"num_episodes": "episodes=…"})
+    @checking_keywords("evaluate", {"num_episodes": "episodes=…", "deterministic": "explore=False"})
     def evaluate(
         self, env: "EnvMaker", episodes: int = 100, *, num_envs: int = 8, seed: int = 0, explore: bool | None = None
     ) -> "Evaluation":
         """Returns and lengths of whole episodes, played by a copy of this policy that learns nothing.
 
-            env         an environment's id, or a function that makes one
+            env         an environment's id, or a function that makes a new one at each call
             num_envs    environments side by side, for one forward pass over them
             seed        of the environments and of sampling
             explore     None: as the policy does
 
-        Raises PolicyError for an environment with other spaces.
+        Raises PolicyError for an environment with other spaces, and EnvError, with slot and step, for whatever a
+        rollout refuses.
         """
         from rollflow.nodes.policies.evaluation import evaluated
 
@@ -846,6 +847,6 @@ class AgentPolicies:
         if self._acting.is_by_agent:
             return self._acting.module_of(agent, "policy")
         raise PolicyError(
-            f"agent {agent!r} may have another module in each episode; expected policy({agent!r}, module_id), and "
-            "evaluate_agents to evaluate such policies"
+            f"agent {agent!r} may have another module in each episode, as agent_to_module_mapping_fn is a function; "
+            f"expected a dict there, or policy({agent!r}, module_id), and evaluate_agents to evaluate such policies"
         )

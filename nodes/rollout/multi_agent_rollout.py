@@ -201,7 +201,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
         env    makes an environment; None: the function that the rollout was given
         """
-        made = env_to_evaluate(env, self._env, may_be_id=False)
+        made = env_to_evaluate(self._env, "the rollout was given", may_be_id=False) if env is None else env
         return evaluate_agents(self._policies.of_all(), made, episodes, seed=seed)
 
     def add_module(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:

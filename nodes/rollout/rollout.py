@@ -184,7 +184,8 @@ class Rollout(RolloutLoop[Fragment]):
 
         Raises PolicyError where such environments can't be made one by one.
         """
-        return self.policy().evaluate(env_to_evaluate(env, self._env, may_be_id=True), episodes, **options)
+        made = env_to_evaluate(self._env, "the rollout was given", may_be_id=True) if env is None else env
+        return self.policy().evaluate(made, episodes, **options)
 
     # What every rollout has
 

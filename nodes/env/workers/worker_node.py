@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.env_source import sizes_of
+from rollflow.nodes.env.env_source import count_of, sizes_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
@@ -279,9 +279,9 @@ class WorkerNode(LanesElsewhere):
         self.remotes += [self.link_of(lane, maker, itself) for lane, maker in enumerate(makers)]
         left, asked, most = iter(self.remotes), self._asked_workers or core_count(), len(makers)
         if self._asked_workers and asked > most:
-            logger.warning(
-                "workers=%d, but of %d lanes each is in one worker: lanes=%d would use all", asked, most, asked
-            )
+            lanes = min(asked, count_of(env, num_envs))
+            more = f"; lanes={lanes} would use {lanes}" if lanes > most else ""
+            logger.warning("workers=%d, but each of %d lanes is in one worker: %d run%s", asked, most, most, more)
         for size in sizes_of(most, min(asked, most)):
             self._workers.append(worker := Worker(list(islice(left, size))))
             for link in worker.links:

@@ -14,8 +14,9 @@ from small_env import SmallEnv
 
 from rollflow import MeanStdFilter, Policy, Rollout
 from rollflow.nodes import PrevActionsPrevRewards, RandomModule
+from rollflow.nodes.env.stepping import SideBySide
 from rollflow.nodes.policies.evaluation import Evaluation
-from rollflow.stream import PolicyError
+from rollflow.stream import EnvError, PolicyError
 
 
 class Counted(SmallEnv):
@@ -74,17 +75,88 @@ def test_environments_with_other_spaces_are_refused() -> None:
         counted_policy().evaluate("CartPole-v1", 1)
     with pytest.raises(PolicyError, match="env gives 3, expected an id"):
         counted_policy().evaluate(lambda: 3, 1)  # type: ignore[arg-type, return-value]
-    for wrong in (0, "3"):
-        with pytest.raises(PolicyError, match=f"episodes is {wrong!r}, expected"):
-            counted_policy().evaluate(Counted, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["episodes", "num_envs"])
+@pytest.mark.parametrize("wrong", [0, "3"])
+def test_numbers_that_are_none_are_refused(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {wrong!r}, expected a whole number from 1 on$") as caught:
+        counted_policy().evaluate(Counted, **{name: wrong})
+    assert type(caught.value) is ValueError
+
+
+def test_one_environment_in_all_slots_is_refused() -> None:
+    env = Counted(3)
+    with pytest.raises(PolicyError, match="env is Counted, expected env: an id, or a function that makes one"):
+        counted_policy().evaluate(env)  # type: ignore[arg-type]
+    with pytest.raises(EnvError, match="the callable for slot 1 gave an environment that another slot has already"):
+        counted_policy().evaluate(lambda: env)
+    assert counted_policy().evaluate(lambda: env, 4, num_envs=1).returns.tolist() == [9.0] * 4
+
+
+class Faulty(Counted):
+    """Its second step pays `reward`, or raises that error, or gives `answer`."""
+
+    def __init__(self, reward: Any = 1.0, answer: Any = None) -> None:
+        super().__init__(4)
+        self.reward, self.answer = reward, answer
+
+    def step(self, action: Any) -> Any:
+        return super().step(action) if self.t != 1 or self.answer is None else self.answer
+
+    def pay(self, action: Any) -> Any:
+        if self.t == 2 and self.reward is OSError:
+            raise OSError("broken")
+        return self.reward if self.t == 2 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ({"reward": float("nan")}, "slot 1, {}step 1: its reward is nan, expected a finite float32\nsee docs/"),
+        ({"reward": 1e300}, r"slot 1, {}step 1: its reward is 1e\+300, expected a finite float32"),
+        ({"reward": None}, "slot 1.*: its reward is None, expected one number"),
+        ({"reward": OSError}, "broken\nslot 1(.|\n)*step 1"),
+        (
+            {"answer": (np.zeros(3, np.float32), 1.0, False, {})},
+            "slot 1.*: step gave a tuple of 4, expected .* of 5: obs",
+        ),
+    ],
+    ids=["nan", "infinite", "none", "raised", "four"],
+)
+@pytest.mark.parametrize("form", ["plain", "vector"])
+def test_faults_of_environments_are_told_with_slot_and_step(fault: dict[str, Any], error: str, form: str) -> None:
+    made = iter(range(3))
+
+    def make() -> Faulty:
+        return Faulty(**fault if next(made) == 1 else {})
+
+    def make_vector() -> SideBySide:
+        return SideBySide([make] * 2, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+    env: Any = make if form == "plain" else make_vector
+    place = "episode 1, " if form == "plain" else "vector "
+    with pytest.raises((EnvError, OSError), match=error.replace("{}", place)) as caught:
+        counted_policy().evaluate(env, 2)
+    notes = caught.value.__notes__
+    assert len([note for note in notes if "step 1" in note]) + str(caught.value).count("step 1") == 1
+
+
+def test_the_reset_that_failed_is_told() -> None:
+    class Resetting(Counted):
+        def reset(self, **options: Any) -> Any:
+            return np.zeros(3, np.float32)
+
+    with pytest.raises(EnvError, match=r"slot 0, episode 0: reset gave an array .*, expected a tuple"):
+        counted_policy().evaluate(Resetting, 1)
 
 
 @pytest.mark.parametrize("whose", [counted_policy, lambda: Rollout("CartPole-v1")], ids=["policy", "rollout"])
 def test_the_keyword_of_the_number_of_episodes_is_told(whose: Any) -> None:
     with pytest.raises(TypeError, match="env is 5, expected what makes environments: the number is episodes=5"):
         whose().evaluate(5)
-    with pytest.raises(TypeError, match="evaluate has no keyword 'num_episodes', expected episodes=…"):
-        whose().evaluate("CartPole-v1", num_episodes=5)
+    with pytest.raises(TypeError, match="'num_episodes', expected episodes=…; 'deterministic', expected explore=False"):
+        whose().evaluate("CartPole-v1", num_episodes=5, deterministic=True)
 
 
 def test_a_policy_of_a_rollout_has_the_weights_published_last(tmp_path: Path) -> None:

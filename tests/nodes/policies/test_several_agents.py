@@ -20,7 +20,7 @@ from rollflow.nodes import (
     PrevActionsPrevRewards,
 )
 from rollflow.policy import evaluate_agents
-from rollflow.stream import ModuleError, PolicyError
+from rollflow.stream import EnvError, ModuleError, PolicyError
 from rollflow.stream.data.tree import stack_trees
 
 STEPS = 24
@@ -143,6 +143,34 @@ def test_each_agents_returns_and_lengths_are_told() -> None:
         evaluate_agents({"a": one, "b": other}, Turns)
 
 
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (({}, {"b": np.nan}, {}, {}, {}), "environment 0, env step 1, agent 'b': its reward is nan, expected a finite"),
+        (
+            ({}, {"b": None}, {}, {}, {}),
+            "environment 0, env step 1, agent 'b': its reward is None, expected one number",
+        ),
+        (({}, {}, {}, {}), "environment 0, env step 1: it gave .*, expected a tuple of observations"),
+        (OSError("broken"), "broken\nenvironment 0, env step 1"),
+    ],
+    ids=["nan", "none", "four", "raised"],
+)
+def test_faults_of_agents_are_told_with_episode_and_step(answer: Any, error: str) -> None:
+    class Faulty(Turns):
+        def step(self, actions: Any) -> Any:
+            told = super().step(actions)
+            if self.step_number != 2:
+                return told
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    one = Policy(Repeats, observation_space=Turns.observation_spaces["a"], action_space=Turns.action_spaces["a"])
+    with pytest.raises((EnvError, OSError), match=f"{error}(.|\n)*\nepisode 0"):
+        evaluate_agents({"a": one, "b": one}, Faulty, episodes=2)
+
+
 def test_what_can_not_be_saved_is_told_before_anything_is_written(tmp_path: Path) -> None:
     by_episode = {
         "module": {"walker": None, "cat": None, "idle": Repeats(BOX, ACTIONS["box"])},
@@ -193,8 +221,11 @@ def test_agents_without_a_policy_of_their_own_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"agent 'dan': the agents are \['ann', 'bob', 'cat'\]"):
         rollout_over(logged_agents()).policy("dan")
     by_function = MultiAgentRollout(logged_agents, agent_to_module_mapping_fn=_mapped, module={"a": None, "b": None})
-    with pytest.raises(PolicyError, match="may have another module in each episode; expected policy"):
-        by_function.policy("ann")
+    for call in (lambda: by_function.policy("ann"), by_function.evaluate):
+        with pytest.raises(
+            PolicyError, match="agent_to_module_mapping_fn is a function; expected a dict there, or pol"
+        ):
+            call()
     assert by_function.policy("ann", "a").trained_on["module"] == "a"
     jointly = rollout_over(logged_agents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))
     with pytest.raises(PolicyError, match="joint_connector pieces see all agents together"):

@@ -727,6 +727,17 @@ def test_a_module_is_not_blamed_for_an_environment_whose_observations_are_no_num
         next(iter(rollout.batches()))
 
 
+def test_a_reward_that_is_no_number_is_told_with_one_place() -> None:
+    class Broken(SmallEnv):
+        def pay(self, action: Any) -> float:
+            return float("nan") if self.t == 3 else 0.0
+
+    where = "lane 0, slot 0, vector step 2: its reward is nan, expected a finite float32"
+    with pytest.raises(EnvError, match=where) as caught, Rollout(Broken, fragment_length=8) as rollout:
+        next(rollout.fragments())
+    assert not any("vector step" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("explore", [True, False])
 def test_weights_that_are_no_numbers_are_named(explore: bool) -> None:
     name, told = "policy_head.layers.0.weight", "slot 0, 1: weights are not finite: policy_head.layers.0.weight; exp"

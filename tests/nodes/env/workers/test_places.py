@@ -60,9 +60,14 @@ def test_bad_numbers_are_refused() -> None:
         Rollout("CartPole-v1", where="processes", workers=0)
 
 
-def test_more_workers_than_lanes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    with Rollout("CartPole-v1", num_envs=2, lanes=1, where="processes", workers=2):
-        assert "workers=2, but of 1 lanes each is in one worker: lanes=2 would use all" in caplog.text
+@pytest.mark.parametrize(
+    ("num_envs", "workers", "advice"), [(2, 2, "1 run; lanes=2 would use 2"), (3, 64, "1 run; lanes=3 would use 3")]
+)
+def test_more_workers_than_lanes_are_told_of(
+    num_envs: int, workers: int, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Rollout("CartPole-v1", num_envs=num_envs, lanes=1, where="processes", workers=workers):
+        assert f"workers={workers}, but each of 1 lanes is in one worker: {advice} (" in f"{caplog.messages[0]} ("
 
 
 def test_vector_environments_that_are_there_already_are_refused() -> None:
