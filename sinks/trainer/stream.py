@@ -105,9 +105,8 @@ class ItemRounds:
     def _take_by_lane(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
         first, later = one_of_each(self.waiting, lambda each: (each.source, each.lane))
         given = {(each.source, each.lane) for each in first}
-        self._has_begun = any(
-            (source, lane) not in given for source in present() for lane in source.awaited - source.gone
-        )
+        awaited = {(source, lane) for source in present() for lane in source.awaited - source.gone}
+        self._has_begun = not awaited <= given
         return ([], self.waiting) if self._has_begun else (first, later)
 
     def _size(self, present: Present) -> int:
