@@ -132,6 +132,27 @@ def test_a_reward_that_is_not_finite_is_a_failure_of_its_lane(
     assert np.isfinite(np.concatenate([f.column("rewards") for f in taken])).all()
 
 
+class Unsound(Held):
+    """Gives NaN as the reward of its third step."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, np.nan if self.life == 3 else reward, *rest
+
+
+def test_a_reward_that_is_not_finite_is_in_no_fragment_that_is_cut_short(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = [partial(Unsound, 0, tmp_path, steps=[5], lengths=(100, 100))]
+    with hosted(held, fragment_length=1000, prefetch=1) as (rollout, _):
+        await_held(tmp_path, 0)
+        rollout.drain()
+        await_that(lambda: rollout.environments.is_draining)
+        let_go(tmp_path, 0)
+        assert list(rollout.fragments()) == []
+    assert "EnvError: lane 0, slot 0, vector step 2: its reward is nan" in caplog.text
+
+
 def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path) -> None:
     found: list[list[Any]] = []
     for place in ("hosted rollouts", "rollouts"):
