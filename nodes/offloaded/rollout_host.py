@@ -192,19 +192,15 @@ class RolloutLane:
         session.turn = turn.number
         try:
             rollout = session.rollout or self._started(session, turn.step)
-        except Exception as error:
-            if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
-                raise
-            logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
-            self._has_failed = True
-            return Failed.of(turn, error)
-        states = session.told.states
-        if states is not session.states and states is not None:
-            session.states = states
-            rollout.take_states(states.values())
-        try:
+            states = session.told.states
+            if states is not session.states and states is not None:
+                session.states = states
+                rollout.take_states(states.values())
             fragment, raised, lost = rollout.turn()
-        except EnvError as error:  # what there is of the fragment is of no use
+        except Exception as error:
+            gave_refused = session.rollout is not None and isinstance(error, EnvError)
+            if not (gave_refused or self._has_failed or is_of_environment(error)):  # it was not made, or not reset
+                raise
             logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
             session.rollout, self._has_failed = None, True
             return Failed.of(turn, error)

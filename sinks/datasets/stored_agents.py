@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
@@ -37,7 +36,6 @@ class ModuleEpisodes(ParquetEpisodes):
     agent      i64[A]    place in `agents`
     piece      i64[A]    number of the environment's episode
     last_t     i64[A]    steps of the environment's episode before the agent's last observation
-    returns    f64[A]
 
     Raises DatasetError where one is of no environment's episode.
     """
@@ -58,7 +56,6 @@ class ModuleEpisodes(ParquetEpisodes):
         self.agent: Ints = agent[head]
         self.piece: Ints = self.pieces[head]
         self.last_t: Ints = self.more[_STOPPED].to_numpy()[self.last]
-        self.returns: NDArray[np.float64] = np.add.reduceat(self.more[_RETURN].to_numpy()[self.order], self.first)
 
 
 class EnvEpisodes(EpisodeIndex):
@@ -103,12 +100,11 @@ class EnvEpisodes(EpisodeIndex):
         count = len(self.num_steps)
         returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
         for each in self.modules:
-            np.add.at(returns, each.piece, each.returns)
+            np.add.at(returns, each.pieces, each.more[_RETURN].to_numpy())
             if Columns.POLICY_VERSION not in each.columns:
                 continue
             for episodes in windows_of(each.num_steps, np.arange(len(each.piece)), STEPS_AT_ONCE):
-                steps = each.read(episodes, [Columns.POLICY_VERSION], with_last=False)
-                versions = steps.taken(Columns.POLICY_VERSION)
+                versions = each.read(episodes, [Columns.POLICY_VERSION], with_last=False).taken(Columns.POLICY_VERSION)
                 pieces = np.repeat(each.piece[episodes], each.num_steps[episodes])
                 np.minimum.at(oldest, pieces, versions)
                 np.maximum.at(newest, pieces, versions)

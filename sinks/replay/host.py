@@ -204,24 +204,21 @@ class SampleServer:
 
     async def _answer_later(self, *held: Any) -> None:
         """Wait for a sample's turn, or until its time is over."""
-        _, query = held
-        with anyio.move_on_after(query.values["wait_s"]):
-            while held in self._held:
-                await self._replay.turns.wait_in_loop(
-                    "sample", lambda: held not in self._held or not self._has_to_wait(*held)
-                )
-                self._answer_held()
-        if held in self._held:
-            self._held.remove(held)
-            self._answer(*held, is_over=True)
+        with anyio.move_on_after(held[1].values["wait_s"]):
+            await self._replay.turns.wait_in_loop("sample", lambda: held not in self._answer_held())
+        self._answer_held(over=held)
 
-    def _answer_held(self) -> None:
-        """Answer the samples that need not wait any longer, those that came first before the others."""
+    def _answer_held(self, over: Any = None) -> list[Any]:
+        """Answer the samples that need not wait, or whose time is over, in the order they came: those that still wait.
+
+        A task that goes on answers those that came before its own as well.
+        """
         for held in [*self._held]:
-            if not self._has_to_wait(*held):
+            if held == over or not self._has_to_wait(*held):
                 self._held.remove(held)
                 self._answer(*held, is_over=True)
                 self._replay.turns.notify()
+        return self._held
 
     def _has_to_wait(self, session: wire.ServerSession, query: wire.Query) -> bool:
         """True for a sample that the rate holds back, or whose sampler may come back."""
