@@ -255,12 +255,19 @@ class Forgetful(NumberedEnv):
         return self._observation(), {}
 
 
+class SecondSeedRaises(NumberedEnv):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        assert seed != 2
+        return super().reset(seed=seed, options=options)
+
+
 @pytest.mark.parametrize(
     ("envs", "told"),
     [
         ([lambda: Forgetful(0)], "it gave something else at step"),
         ([lambda: BreakingEnv(0)], "it failed at step 2: RuntimeError: it broke"),
         (lambda: NumberedAgents(0), "it gave something else at step"),  # they number their episodes
+        ([lambda: SecondSeedRaises(0)], "expected rows for each of lanes [10], whose requests came in one piece"),
     ],
 )
 def test_wrong_environments_are_found_out(
@@ -304,18 +311,6 @@ def test_a_host_that_steps_twice_is_found_out(
     with served(EnvHost([lambda: NumberedEnv(0, lengths=(50, 60))]), tmp_path) as address:
         assert main(["check-host", address]) == 1
     assert told in capsys.readouterr().out
-
-
-class SecondSeedRaises(NumberedEnv):
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        assert seed != 2
-        return super().reset(seed=seed, options=options)
-
-
-def test_the_part_of_a_check_that_a_host_fails_in_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(EnvHost([lambda: SecondSeedRaises(0)]), tmp_path) as address:
-        assert main(["check-host", address]) == 1
-    assert "expected rows for each of lanes [10], whose requests came in one piece" in capsys.readouterr().out
 
 
 @pytest.mark.slow

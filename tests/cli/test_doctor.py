@@ -63,19 +63,12 @@ def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, 
     assert line in alone
 
 
-def test_a_process_without_a_run_is_left_alone_and_the_error_says_what_to_do(
-    refused: Says,
+def test_a_process_without_a_run_is_left_alone_and_one_that_is_stopped_is_said_to_be(
+    refused: Says, shown: Says
 ) -> None:
     process = waiting_process("-c", "print('here', flush=True); input()")
-    assert (
-        f"nothing can be seen of process {process.pid}: a process answers on Linux, while it runs rollflow"
-        in refused("doctor", process.pid)
-    )
-    assert ended(process) == 0
-
-
-def test_a_process_that_is_stopped_is_said_to_be(shown: Says) -> None:
-    process = waiting_process("-c", "print('here', flush=True); input()")
+    error = refused("doctor", process.pid)
+    assert f"nothing can be seen of process {process.pid}: a process answers on Linux, while it runs rollflow" in error
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert f"do: kill -CONT {process.pid}" in shown("doctor", process.pid)

@@ -355,36 +355,6 @@ async def test_of_several_sinks_each_has_what_is_not_counted() -> None:
     assert rollout.lost["failed"] == rollout.num_steps - everywhere
 
 
-class Held(NamedTuple):
-    """A run whose trainer holds an item, and how it ends.
-
-    moved_on     items that the trainer has moved on from
-    max_bytes    of the sink's: 1 has it wait for room
-    """
-
-    several: bool
-    batches: bool
-    moved_on: int
-    max_bytes: int
-    ending: str
-    lanes: int
-    fragment_length: int
-    seed: int
-
-
-held_settings = st.builds(
-    Held,
-    several=st.booleans(),
-    batches=st.booleans(),
-    moved_on=st.integers(1, 3),
-    max_bytes=st.sampled_from([1, 2_000, 1 << 30]),
-    ending=st.sampled_from(["left", "cancelled", "block"]),
-    lanes=st.integers(1, 2),
-    fragment_length=st.integers(1, 6),
-    seed=st.integers(0, 2**32 - 1),
-)
-
-
 def hold(stream: TrainerStream, items: int, is_over: Event) -> int:
     """Take so many items and one more, if it comes, and hold that until it is over: the transitions in the former."""
     taken: list[int] = []
@@ -395,22 +365,29 @@ def hold(stream: TrainerStream, items: int, is_over: Event) -> int:
     return sum(taken[:items])
 
 
-async def feed_until(held: Held, graph: Graph, sink: TrainerSink) -> None:
+async def feed_until(drawn: Setting, moved_on: int, graph: Graph, sink: TrainerSink) -> None:
     """Run it until the trainer has moved on from as many items as it will, and then to its end."""
-    drawn = Setting(*[None] * len(Setting._fields))._replace(ending=held.ending)
     with anyio.CancelScope() as scope:
         async with graph.run() as run:
-            await sink._wait_until(lambda: sink._session.done == held.moved_on)
+            await sink._wait_until(lambda: sink._session.done == moved_on)
             if await act(drawn, run, scope):
                 await run.wait()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=examples(8))
-@given(held=held_settings)
-def test_what_a_trainer_is_not_done_with_is_lost(backend: str, held: Held) -> None:
-    learns = held.batches or held.several
-    drawn = Setting(held.several, learns, "", False, 1, "", 0, held.lanes, held.fragment_length, 1, 0, held.seed)
+@given(
+    drawn=drawn_settings,
+    ending=st.sampled_from(["left", "cancelled", "block"]),
+    moved_on=st.integers(1, 3),
+    max_bytes=st.sampled_from([1, 2_000, 1 << 30]),
+)
+def test_what_a_trainer_is_not_done_with_is_lost(
+    backend: str, drawn: Setting, ending: str, moved_on: int, max_bytes: int
+) -> None:
+    """The trainer holds an item behind those that it has moved on from; with one byte the sink waits for room."""
+    learns = drawn.learns or drawn.several
+    drawn = drawn._replace(learns=learns, sink="trainer", hop=False, capacity=1, ending=ending, per_batch=1)
     _, rollout = rollout_of(drawn)
     sends = "batches" if drawn.learns else "fragments"
     is_over = Event()
@@ -418,15 +395,15 @@ def test_what_a_trainer_is_not_done_with_is_lost(backend: str, held: Held) -> No
         stream = stack.enter_context(trainer(yields=sends, join_timeout=0.2, limits=IMPATIENT))
         threads = stack.enter_context(ThreadPoolExecutor())
         stack.callback(is_over.set)
-        moved_on = threads.submit(hold, stream, held.moved_on, is_over)
-        sink = TrainerSink(stream.address, sends=sends, limits=SHORT, max_bytes=held.max_bytes)
+        taken = threads.submit(hold, stream, moved_on, is_over)
+        sink = TrainerSink(stream.address, sends=sends, limits=SHORT, max_bytes=max_bytes)
         graph = graph_of(drawn, rollout, sink)
-        with pytest.raises(Broken) if held.ending == "block" else nullcontext():
-            anyio.run(feed_until, held, graph, sink, backend=backend)
+        with pytest.raises(Broken) if ending == "block" else nullcontext():
+            anyio.run(feed_until, drawn, moved_on, graph, sink, backend=backend)
         is_over.set()
-        steps = moved_on.result()
+        steps = taken.result()
     assert sum(rollout.lost.values()) == rollout.num_steps - steps
-    cause = {"left": "closed", "cancelled": "closed"}.get(held.ending, "failed")
+    cause = {"left": "closed", "cancelled": "closed"}.get(ending, "failed")
     assert rollout.lost.keys() <= {cause, "undelivered"}
 
 

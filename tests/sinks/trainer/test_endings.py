@@ -42,7 +42,7 @@ from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.listener import difference
 from rollflow.sinks.trainer.messages import UNKNOWN
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
-from rollflow.stream import GraphError, LagError, RunError
+from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
@@ -251,16 +251,6 @@ def test_a_trainer_that_has_ended_publishes_and_acknowledges_no_more() -> None:
     for late in (stream.ack, lambda: stream.publish(weights(1.0))):
         with pytest.raises(RunError, match="the stream is closed, expected this before its block is left"):
             late()
-
-
-def test_age_is_looked_at_when_something_is_handed_over() -> None:
-    with trainer(yields="fragments", max_lag=0, on_excess="pace") as stream, feeding(stream.address, lanes=2):
-        fragments = iter(stream)
-        next(fragments)
-        stream.publish(weights(1.0))
-        for _ in range(2):  # it is not forgotten either
-            with pytest.raises(LagError, match="is 1 policy versions old, expected at most max_lag=0"):
-                next(iter(stream))
 
 
 @pytest.mark.parametrize(

@@ -177,29 +177,31 @@ STEPS = {
         lambda good: {"infos": [{}, {"hider 1": 7}]},
         "environment 6, env step 1, agent 'hider 1': its info is 7, expected a dict",
     ),
+    "a reward that is NaN in a second episode": (
+        lambda good: {"rewards": [good.rewards[0], np.full((2, 3), np.nan)]},
+        "environment 5, env step 1, agent 'seeker 0'",
+        4,  # its episodes take 3 steps
+    ),
+    "first infos of one that has not ended": (
+        lambda good: {"first_infos": [{}, {}]},
+        r"first infos are .*, expected a dict for each of 1 environments",
+        2,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_is_refused(name: str) -> None:
-    change, match = STEPS[name]
+    change, match, *before = STEPS[name]
     env = HideAndSeek(2)
     env.reset_arrays(None)
-    env.changed = change(env.step_arrays(None))
+    changed = change(env.step_arrays(None))
     envs = ArrayEnvs(env, first_env=5)
     envs.reset()
+    for _ in range(*before or [0]):
+        envs.step(everybody(2))
+    env.changed = changed
     with pytest.raises(EnvError, match=match):
-        envs.step(everybody(2))
-
-
-def test_the_step_that_is_named_is_that_of_the_episode() -> None:
-    env = HideAndSeek(2)
-    envs = ArrayEnvs(env)
-    envs.reset()
-    for _ in range(4):
-        envs.step(everybody(2))
-    env.changed = {"rewards": [np.zeros((2, 2)), np.full((2, 3), np.nan)]}
-    with pytest.raises(EnvError, match="environment 0, env step 1, agent 'seeker 0'"):  # its episodes take 3 steps
         envs.step(everybody(2))
 
 
@@ -245,15 +247,3 @@ def test_numbers_and_agents_are_checked() -> None:
     env.possible_agents = ()
     with pytest.raises(EnvError, match="'possible_agents' is missing or empty"):
         ArrayEnvs(env)
-
-
-def test_first_infos_are_those_of_the_environments_that_have_ended() -> None:
-    env = HideAndSeek(2)
-    envs = ArrayEnvs(env)
-    envs.reset()
-    env.changed = {"first_infos": ()}
-    for _ in range(2):
-        envs.step(everybody(2))
-    env.changed = {"first_infos": [{}, {}]}
-    with pytest.raises(EnvError, match=r"first infos are .*, expected a dict for each of 1 environments"):
-        envs.step(everybody(2))

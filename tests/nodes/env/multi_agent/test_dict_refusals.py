@@ -136,13 +136,14 @@ def test_a_reset_that_is_refused(name: str) -> None:
         envs.reset()
 
 
-def test_a_reset_after_an_end_is_checked_as_well() -> None:
+def test_a_reset_after_an_end_has_no_seed_and_is_checked_as_well() -> None:
     ending = Scripted(told(terminateds={"__all__": True}))
     envs = MultiAgentEnvs([lambda: ending])
-    envs.reset()
+    envs.reset([11])
     ending.first = ({}, {})
     with pytest.raises(EnvError, match="environment 0, reset: its episode goes on"):
         envs.step([(np.array([0]), np.zeros(1, np.int64))])
+    assert ending.seeds == [11, None]
 
 
 @pytest.mark.parametrize(
@@ -296,14 +297,6 @@ def test_an_environment_that_looks_like_one_will_do() -> None:
     step = envs.step([(np.array([1]), np.array([2]))])
     assert step.parts[0].observed.slots.tolist() == [0]  # type: ignore[union-attr]
     envs.close()
-
-
-def test_seeds_are_the_first_resets_alone() -> None:
-    env = Scripted(told(truncateds={"__all__": True}))
-    envs = MultiAgentEnvs([lambda: env])
-    envs.reset([11])
-    envs.step([(np.array([0]), np.zeros(1, np.int64))])
-    assert env.seeds == [11, None]
 
 
 def test_a_reset_may_write_over_the_infos_of_the_last_step() -> None:
