@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of
 from piece_forms import OneByOne, equal
 from property_examples import examples
+from small_env import SmallEnv
 
 from rollflow import Columns, DefaultModelConfig, Forward, RLModule, Rollout
 from rollflow.nodes import LambdaConnector, ModuleToEnvPipeline
@@ -148,72 +149,50 @@ class Steered(gym.Env[Any, Any]):
 
 
 class Steers(RLModule):
-    """Gives means and deviations, or actions of its own, that depend on the observation."""
+    """Gives means and deviations, actions of its own, or means and what environments get, by the observation."""
 
-    def __init__(self, has_chosen: bool) -> None:
+    def __init__(self, gives: str = "means") -> None:
         super().__init__()
-        self.has_chosen = has_chosen
+        self.gives = gives
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         obs = batch["obs"]
         wide = obs[:, :1] > 2
         inputs = torch.cat([obs[:, 1:].tanh(), torch.where(wide, 30.0, 0.0), torch.where(wide, -30.0, 0.0)], -1)
-        return {"actions": 3 * obs[:, 1:]} if self.has_chosen else {"action_dist_inputs": inputs}
+        output = {"actions": 3 * obs[:, 1:]} if self.gives == "actions" else {"action_dist_inputs": inputs}
+        return output | ({"actions_for_env": obs[:, 1:] / 2} if self.gives == "both" else {})
 
 
 @pytest.mark.parametrize("bounds", [(-1.0, 3.0), (-np.inf, np.inf), (-0.5, np.inf)], ids=["both", "none", "one"])
-@pytest.mark.parametrize("has_chosen", [False, True], ids=["sampled", "chosen"])
+@pytest.mark.parametrize("gives", ["means", "actions", "both"])
 @pytest.mark.parametrize("explore", [True, False], ids=["explore", "greedy"])
-def test_actions_of_a_box_from_pieces_called_as_one_are_the_same(bounds: Any, has_chosen: bool, explore: bool) -> None:
+def test_actions_of_a_box_from_pieces_called_as_one_are_the_same(bounds: Any, gives: str, explore: bool) -> None:
     def made(fuses: bool) -> list[dict[str, Any]]:
         options: Any = {"fragment_length": 5, "num_fragments": 3, "explore": explore, "seed": 3}
-        rollout = Rollout([lambda: Steered(*bounds)] * 3, module=Steers(has_chosen), **options)
+        rollout = Rollout([lambda: Steered(*bounds)] * 3, module=Steers(gives), **options)
         rollout.module_to_env.fuses = fuses
         with rollout:
             each = [{name: fragment.column(name) for name in fragment.columns} for fragment in rollout.fragments()]
-            assert any("…" in name for name in rollout.module_to_env.timers()) == fuses
+            assert any("…" in name for name in rollout.module_to_env.timers()) == fuses or gives == "both"
         return each
 
     check_same(made(True), made(False))
 
 
-class Both(Steers):
-    """Gives what actions are sampled from, and what the environments get."""
+class Numbers(SmallEnv):
+    """Gives how many observations it has made, in observations of a space."""
 
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return super()._forward(batch, **kwargs) | {"actions_for_env": batch["obs"][:, 1:] / 2}
-
-
-def test_actions_are_sampled_once_where_the_module_gives_those_for_environments() -> None:
-    def sampled(fuses: bool) -> Any:
-        rollout = Rollout([lambda: Steered(-1.0, 1.0)], module=Both(False), fragment_length=5, seed=3)
-        rollout.module_to_env.fuses = fuses
-        with rollout:
-            return next(iter(rollout.fragments())).column("actions")
-
-    np.testing.assert_array_equal(sampled(True), sampled(False))
-
-
-class Numbers(gym.Env[Any, Any]):
-    """Gives how many steps it has made, in observations of a space."""
-
-    action_space = gym.spaces.Discrete(2)
+    count, length = 0, 7
 
     def __init__(self, space: gym.Space[Any]) -> None:
-        self.observation_space, self.count = space, 0
+        self.observation_space = space
 
-    def _seen(self) -> Any:
+    def look(self) -> Any:
         self.count += 1
         one = partial(np.full, fill_value=self.count, dtype=np.float32)
         if isinstance(self.observation_space, gym.spaces.Dict):
             return {name: one(part.shape) for name, part in self.observation_space.items()}
         return one(self.observation_space.shape)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return self._seen(), {}
-
-    def step(self, action: Any) -> Any:
-        return self._seen(), 0.0, self.count % 7 == 0, False, {}
 
 
 class Tells(RLModule):
@@ -291,7 +270,7 @@ def test_a_piece_that_makes_nan_of_actions_is_named(column: str) -> None:
     told = f"'{column}' is NaN in row 0, 1 of a lane's batch, behind the connector pieces GetActions, .*broken, "
     with (
         pytest.raises(ConnectorError, match=told),
-        Rollout([lambda: Steered(-1.0, 1.0)] * 2, module=Steers(False), **options) as rollout,
+        Rollout([lambda: Steered(-1.0, 1.0)] * 2, module=Steers(), **options) as rollout,
     ):
         next(iter(rollout.fragments()))
 

@@ -103,27 +103,22 @@ def test_discounted_sums_are_those_of_each_chunk_step_by_step(lengths: list[int]
 
 
 @pytest.mark.parametrize(
-    ("steps", "rewards", "following", "terminated", "spans"),
+    ("steps", "rewards", "following", "ended", "spans"),
     [
         (2, [1 + 1, 2 + 2, 4, 8 + 1, 2], [2, 3, 3, 2, 2], [False, True, True, False, False], [2, 2, 1, 2, 1]),
         (9, [1 + 1 + 1, 2 + 2, 4, 8 + 1, 2], [3, 3, 3, 2, 2], [True, True, True, False, False], [3, 2, 1, 2, 1]),
     ],
 )
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
 def test_returns_of_several_steps_by_hand(
-    steps: int, rewards: list[int], following: list[int], terminated: list[bool], spans: list[int]
+    steps: int, rewards: list[int], following: list[int], ended: list[bool], spans: list[int], end: str
 ) -> None:
-    batch = batch_of(NStepReturns(n_step=steps, gamma=0.5), episode([1, 2, 4], terminated=True), episode([8, 2]))
+    batch = batch_of(NStepReturns(n_step=steps, gamma=0.5), episode([1, 2, 4], **{end: True}), episode([8, 2]))
     assert (batch["rewards"].tolist(), batch["new_obs"].tolist()) == (rewards, following)
-    assert (batch["terminateds"].tolist(), batch["truncateds"].tolist()) == (terminated, [False] * 5)
+    flags = {"terminateds": [False] * 5, "truncateds": [False] * 5, f"{end}s": ended}
+    assert {name: batch[name].tolist() for name in flags} == flags
     assert batch["n_step"].tolist() == spans
     assert [batch[name].dtype for name in ("rewards", "n_step")] == [np.float32, np.int64]
-
-
-def test_more_steps_than_there_are_reach_to_the_end() -> None:
-    batch = batch_of(NStepReturns(n_step=9, gamma=0.5), episode([1, 2, 4], truncated=True))
-    assert batch["rewards"].tolist() == [3, 4, 4]
-    assert batch["truncateds"].tolist() == [True] * 3
-    assert batch["n_step"].tolist() == [3, 2, 1]
 
 
 def test_one_step_returns_are_the_transitions_themselves() -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from doctor_clock import Looking
+from graph_rows import row
 from held_envs import await_that
 from numbered_agents import NumberedAgents
 from small_env import SmallEnv
 
-from rollflow import Graph, MultiAgentRollout, RLModule, Rollout, Watch
+from rollflow import MultiAgentRollout, RLModule, Rollout, Watch
 from rollflow.nodes.metrics import fragment_checks
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 
@@ -267,10 +268,8 @@ def test_a_lane_that_gives_much_less_than_its_sisters_is_named_until_it_does_no_
 async def test_a_rollout_in_a_graph_is_told_of_as_well() -> None:
     texts: list[str] = []
     options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "num_envs": 2, "seed": 0}
-    graph = Graph()
-    graph.add(rollout=Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options))
-    graph.output("fragments", "rollout.fragments")
-    async with graph.run(stall_after=None) as run:
+    rollout = Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options)
+    async with row(rollout=rollout, output="fragments").run(stall_after=None) as run:
         looking = Looking(run.doctor)
         async for _ in run["fragments"]:
             texts += await anyio.to_thread.run_sync(looking.once)

@@ -1,6 +1,7 @@
 """Evaluation of policies, and policies of rollouts that train."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +71,36 @@ def test_an_evaluation_leaves_the_policys_sessions_and_filters_alone() -> None:
     assert policy.env_to_module["MeanStdFilter"].count == 1
 
 
-def test_environments_with_other_spaces_are_refused() -> None:
-    with pytest.raises(PolicyError, match=r"observation_space of .* but the policy was made for Box\(-2.0"):
-        counted_policy().evaluate("CartPole-v1", 1)
-    with pytest.raises(PolicyError, match="env gives 3, expected an id"):
-        counted_policy().evaluate(lambda: 3, 1)  # type: ignore[arg-type, return-value]
+class WithoutInfos(Counted):
+    def reset(self, **options: Any) -> Any:
+        return np.zeros(3, np.float32)
 
 
-@pytest.mark.parametrize("name", ["episodes", "num_envs"])
-@pytest.mark.parametrize("wrong", [0, "3"])
-def test_numbers_that_are_none_are_refused(name: str, wrong: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is {wrong!r}, expected a whole number from 1 on$") as caught:
-        counted_policy().evaluate(Counted, **{name: wrong})
-    assert type(caught.value) is ValueError
+ONE = Counted(3)
 
 
-def test_one_environment_in_all_slots_is_refused() -> None:
-    env = Counted(3)
-    with pytest.raises(PolicyError, match="env is Counted, expected env: an id, or a function that makes one"):
-        counted_policy().evaluate(env)  # type: ignore[arg-type]
-    with pytest.raises(EnvError, match="the callable for slot 1 gave an environment that another slot has already"):
-        counted_policy().evaluate(lambda: env)
-    assert counted_policy().evaluate(lambda: env, 4, num_envs=1).returns.tolist() == [9.0] * 4
+@pytest.mark.parametrize(
+    ("env", "options", "error", "told"),
+    [
+        ("CartPole-v1", {}, PolicyError, r"observation_space of .* but the policy was made for Box\(-2.0"),
+        (lambda: 3, {}, PolicyError, "env gives 3, expected an id"),
+        (ONE, {}, PolicyError, "env is Counted, expected env: an id, or a function that makes one"),
+        (lambda: ONE, {}, EnvError, "the callable for slot 1 gave an environment that another slot has already"),
+        (WithoutInfos, {}, EnvError, r"slot 0, episode 0: reset gave an array .*, expected a tuple"),
+        *(
+            (Counted, {name: wrong}, ValueError, f"^{name} is {wrong!r}, expected a whole number from 1 on$")
+            for name, wrong in product(["episodes", "num_envs"], [0, "3"])
+        ),
+    ],
+)
+def test_what_can_not_be_evaluated_is_refused(env: Any, options: dict[str, Any], error: Any, told: str) -> None:
+    with pytest.raises(error, match=told) as caught:
+        counted_policy().evaluate(env, **options)
+    assert type(caught.value) is error
+
+
+def test_one_environment_plays_all_episodes_of_one_slot() -> None:
+    assert counted_policy().evaluate(lambda: ONE, 4, num_envs=1).returns.tolist() == [9.0] * 4
 
 
 class Faulty(Counted):
@@ -140,15 +149,6 @@ def test_faults_of_environments_are_told_with_slot_and_step(fault: dict[str, Any
         counted_policy().evaluate(env, 2)
     notes = caught.value.__notes__
     assert len([note for note in notes if "step 1" in note]) + str(caught.value).count("step 1") == 1
-
-
-def test_the_reset_that_failed_is_told() -> None:
-    class Resetting(Counted):
-        def reset(self, **options: Any) -> Any:
-            return np.zeros(3, np.float32)
-
-    with pytest.raises(EnvError, match=r"slot 0, episode 0: reset gave an array .*, expected a tuple"):
-        counted_policy().evaluate(Resetting, 1)
 
 
 @pytest.mark.parametrize("whose", [counted_policy, lambda: Rollout("CartPole-v1")], ids=["policy", "rollout"])

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from extras import needs
+from graph_rows import Collect, ended, row
 from small_env import SmallEnv
 from together import Together
 
-from rollflow import Graph, MultiAgentRollout, Rollout, Watch
+from rollflow import MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import RandomModule
 from rollflow.stream import ModuleError, RunError
 
@@ -103,12 +104,7 @@ def test_several_modules_go_on_each_with_its_version() -> None:
 async def test_a_node_of_a_graph_goes_on() -> None:
     rollout = walk(log=None)
     rollout.load_state_dict(SAVED)
-    graph = Graph()
-    graph.add(rollout=rollout)
-    graph.output("fragments", "rollout.fragments")
-    async with graph.run() as run:
-        async for _ in run["fragments"]:
-            pass
+    await ended(row(rollout=rollout, collect=Collect()))
     assert rollout.state_dict() == {"steps": 1024, "vector_steps": 512, "rounds": 33, "versions": {"": 7}}
 
 

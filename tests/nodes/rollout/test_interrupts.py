@@ -18,10 +18,10 @@ from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import rollout_at
+from ways import graph_with
 
-from rollflow import Forward, Graph, MultiAgentRollout, Policy, Rollout
+from rollflow import Forward, MultiAgentRollout, Policy, Rollout
 from rollflow.nodes import LambdaConnector, MultiRLModule
-from rollflow.sinks import LearnerPipeline
 from rollflow.stream import RunError
 
 Raise = Callable[[], Any]
@@ -392,11 +392,7 @@ def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, b
 
     async def as_node() -> None:
         nonlocal steps
-        graph = Graph("training")
-        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
-        graph.connect("rollout", "learner")
-        graph.output("batches", "learner")
-        async with graph.run() as run:
+        async with graph_with(rollout).run() as run:
             async for batch in run["batches"]:
                 steps += len(batch["rewards"])
 

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+from graph_rows import row
 from numbered_agents import numbered_agents
 from numbered_module import NumberedEnv, NumberedModule
 from piece_forms import Breaks, OneByOne
 
-from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow import MultiAgentRollout, Rollout
 from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, LearnerConnectorPipeline
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import ConnectorError, RunError
@@ -98,10 +99,8 @@ async def test_an_edit_within_an_async_block_is_refused(make: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("make", [made, of_agents])
 async def test_an_edit_while_a_graph_runs_is_refused(make: Any) -> None:
-    rollout, graph = make(), Graph()
-    graph.add(rollout=rollout)
-    graph.output("fragments", "rollout.fragments")
-    async with graph.run() as run:
+    rollout = make()
+    async with row(rollout=rollout, output="fragments").run() as run:
         await run["fragments"].receive()
         check_refused(*all_of(rollout))
     check_taken(*all_of(rollout)[:1])
@@ -109,11 +108,8 @@ async def test_an_edit_while_a_graph_runs_is_refused(make: Any) -> None:
 
 @pytest.mark.anyio
 async def test_an_edit_of_a_learner_pipeline_of_a_graph_is_refused_once_it_has_begun() -> None:
-    rollout, graph = made(), Graph()
-    pipeline = LearnerConnectorPipeline.default()
-    graph.add(rollout=rollout, learner=LearnerPipeline(pipeline, rollout.module))
-    graph.connect("rollout.fragments", "learner")
-    graph.output("batches", "learner.batches")
+    rollout, pipeline = made(), LearnerConnectorPipeline.default()
+    graph = row(rollout=rollout, learner=LearnerPipeline(pipeline, rollout.module), output="batches")
     pipeline.prepend(OneByOne())
     async with graph.run() as run:
         await run["batches"].receive()

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from graph_rows import drawn, row
 from gymnasium.vector import SyncVectorEnv
 from leftovers import descriptors_here
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
@@ -158,8 +159,7 @@ def test_the_module_is_told_what_it_will_see() -> None:
 def test_returns_are_those_of_whole_episodes() -> None:
     envs, makers = numbered_envs(3, lengths=(1, 12))
     with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, num_fragments=10) as rollout:
-        for _ in rollout.fragments():
-            pass
+        list(rollout.fragments())
     expected, lengths = [], []
     for env in envs:
         whole = 0.0
@@ -249,11 +249,8 @@ async def test_the_loop_may_be_asynchronous(options: dict[str, Any]) -> None:
 async def test_in_a_graph_a_pass_waits_for_other_lanes_no_longer_than_it_may(in_thread: bool) -> None:
     options: dict[str, Any] = {"forward": Forward(max_batch=8, max_wait=1e-3, in_thread=in_thread)}
     rollout = numbered(4, lanes=2, where="threads", num_fragments=3, **options)  # no pass is ever full
-    graph = Graph()
-    graph.add(rollout=rollout)
-    graph.output("fragments", "rollout.fragments")
     with anyio.fail_after(60):
-        async with graph.run() as run:
+        async with row(rollout=rollout, output="fragments").run() as run:
             steps = sum([fragment.num_steps async for fragment in run["fragments"]])
     assert steps == rollout.num_steps == 4 * 3 * 5
 
@@ -373,10 +370,8 @@ async def test_a_graph_fans_fragments_out_to_a_complete_sink_and_to_one_that_dro
             self.fragments = [fragment async for fragment in fragments]
 
     slow = Slow()
-    graph = Graph("two sinks")
-    graph.add(rollout=rollout, complete=keep, slow=slow)
-    graph.connect("rollout.fragments", "complete", capacity=1)
-    graph.connect("rollout.fragments", "slow", capacity=3, overflow="drop_oldest")
+    ways = "rollout >1 complete", "rollout >drop_oldest3 slow"
+    graph = drawn(*ways, rollout=rollout, complete=keep, slow=slow)
     assert graph.explain().startswith(
         "rollout   [env → env_to_module → module → figures → module_to_env ↺]   one task, 1 lane × 4"
     )
@@ -394,19 +389,13 @@ async def test_a_graph_fans_fragments_out_to_a_complete_sink_and_to_one_that_dro
 @pytest.mark.anyio
 async def test_a_rollout_in_a_graph_runs_once_and_counts_what_was_not_taken() -> None:
     rollout = numbered(4)
-    for number in range(2):
-        graph = Graph()
-        graph.add(rollout=rollout)
-        graph.output("fragments", "rollout.fragments")
-        if number:
-            with pytest.raises(RunError, match="these environments have been run before"):
-                async with graph.run() as run:
-                    await run["fragments"].receive()
-            continue
-        async with graph.run() as run:
-            taken = (await run["fragments"].receive()).num_steps
-            await anyio.wait_all_tasks_blocked()
-        assert rollout.lost == {"closed": rollout.num_steps - taken}
+    async with row(rollout=rollout, output="fragments").run() as run:
+        taken = (await run["fragments"].receive()).num_steps
+        await anyio.wait_all_tasks_blocked()
+    assert rollout.lost == {"closed": rollout.num_steps - taken}
+    with pytest.raises(RunError, match="these environments have been run before"):
+        async with row(rollout=rollout, output="fragments").run() as run:
+            await run["fragments"].receive()
 
 
 # Nothing left behind
@@ -436,8 +425,7 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
             pytest.raises(ZeroDivisionError) as raised,
             numbered(env_to_module_connector=lambda env: Breaks(), **options) as rollout,
         ):
-            for _ in rollout.batches():
-                pass
+            list(rollout.batches())
         assert raised.value.__notes__ == [
             "in connector piece 'Breaks' (1 of 4 in EnvToModulePipeline)",
             "lane 0, vector step 7",
@@ -826,8 +814,7 @@ def test_seeds_belong_to_slots_whatever_the_lanes() -> None:
     for lanes in (1, 2, 3):
         envs, makers = numbered_envs(6)
         with Rollout(makers, module=NumberedModule(), explore=False, lanes=lanes, seed=3, num_fragments=4) as rollout:
-            for _ in rollout.fragments():
-                pass
+            list(rollout.fragments())
         logs.append([env.log for env in envs])
     assert logs[0] == logs[1] == logs[2]
 
@@ -897,9 +884,7 @@ def test_a_piece_behind_the_module_has_the_lookback_that_it_asks_for() -> None:
 @pytest.mark.anyio
 async def test_a_pipeline_edited_after_the_graph_is_drawn_is_refused() -> None:
     rollout = Rollout(numbered_envs(1)[1], module=Seen(), fragment_length=4, num_fragments=2)
-    graph = Graph()
-    graph.add(rollout=rollout)
-    graph.output("fragments", "rollout.fragments")
+    graph = row(rollout=rollout, output="fragments")
     rollout.env_to_module.prepend(FrameStacking(num_frames=4))
     with pytest.raises(ConnectorError, match="EnvToModulePipeline looks back 3 steps, but fragments keep 1; expected"):
         async with graph.run() as run:

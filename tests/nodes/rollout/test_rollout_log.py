@@ -16,13 +16,14 @@ import anyio
 import gymnasium as gym
 import pytest
 from anyio import to_thread
+from graph_rows import drawn
 from leftovers import held_here
 from numbered_agents import NumberedAgents
 from numbered_env import BreakingEnv
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
 
-from rollflow import Graph, MultiAgentRollout, Rollout, Watch
+from rollflow import MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import EpisodeReturns, RandomModule
 from rollflow.nodes.logs import destinations
 from rollflow.nodes.logs.figures import OWN, PLACE, figure_of
@@ -128,10 +129,8 @@ async def test_an_async_loop_is_logged(tmp_path: Path, anyio_backend: Any) -> No
 
 async def test_in_a_graph_the_log_runs_with_the_graph(tmp_path: Path, anyio_backend: Any) -> None:
     path, returns = tmp_path / "run.jsonl", EpisodeReturns()
-    rollout, graph = rollout_of(path), Graph("logged")
-    graph.add(rollout=rollout, returns=returns)
-    graph.connect("rollout.fragments", "returns")
-    async with graph.run() as run:
+    rollout = rollout_of(path)
+    async with drawn("rollout > returns", rollout=rollout, returns=returns).run() as run:
         rollout.log("train/loss", 1.0)
         await run.wait()
     [row] = rows_of(path)

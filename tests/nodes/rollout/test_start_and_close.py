@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from graph_rows import row
 from held_envs import Held, await_held
 from leftovers import join_loop_workers
 from numbered_agents import NumberedAgents
@@ -16,7 +17,7 @@ from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
 from places import PLACES
 
-from rollflow import Forward, Graph, MultiAgentRollout, Rollout
+from rollflow import Forward, MultiAgentRollout, Rollout
 from rollflow.nodes import EpisodeReturns, RandomModule
 from rollflow.stream.data.errors import RunError
 
@@ -117,10 +118,7 @@ async def test_an_async_block_closes_what_it_has_begun(anyio_backend: Any) -> No
 
 async def test_a_run_of_a_graph_closes_its_nodes(anyio_backend: Any) -> None:
     envs, rollout = rollout_of(num_fragments=2)
-    graph = Graph("fragments")
-    graph.add(rollout=rollout)
-    graph.output("fragments", "rollout.fragments")
-    async with graph.run() as run:
+    async with row(rollout=rollout, output="fragments").run() as run:
         await run["fragments"].receive()
         with pytest.raises(RunError, match="the rollout runs in a graph, whose run closes it"):
             rollout.close()
@@ -130,8 +128,7 @@ async def test_a_run_of_a_graph_closes_its_nodes(anyio_backend: Any) -> None:
 
 async def test_one_that_was_closed_does_not_run_in_a_graph(anyio_backend: Any) -> None:
     _, rollout = rollout_of()
-    graph = Graph("returns")
-    graph.connect(rollout.fragments, EpisodeReturns())
+    graph = row(rollout=rollout, returns=EpisodeReturns())
     rollout.close()
     with pytest.raises(RunError, match="these environments have been closed: make another rollout"):
         async with graph.run():
@@ -146,12 +143,6 @@ def test_repr_says_how_far_it_is() -> None:
         assert repr(rollout) == f"<Rollout running: 1 lane × 2 slots, {rollout.num_steps} steps made>"
         assert rollout.num_steps
     assert repr(rollout) == f"<Rollout closed: 1 lane × 2 slots, {rollout.num_steps} steps made>"
-    other = rollout_of()[1]
-    graph = Graph("returns")
-    graph.connect(other.fragments, EpisodeReturns())
-    graph.explain()
-    assert repr(other) == "<Rollout in a graph: 1 lane × 2 slots, 0 steps made>"
-    other.close()
     several = agents_rollout()
     assert repr(several) == "<MultiAgentRollout new: 1 lane × 1 environment × 4 agents, 0 steps made>"
     several.close()
@@ -269,8 +260,9 @@ def test_a_rollout_that_is_closed_while_it_resets_does_not_start(monkeypatch: py
 
 async def test_after_a_graphs_run_repr_says_that_it_has_ended(anyio_backend: Any) -> None:
     _, rollout = rollout_of(num_fragments=1)
-    graph = Graph("fragments")
-    graph.connect(rollout.fragments, EpisodeReturns())
+    graph = row(rollout=rollout, returns=EpisodeReturns())
+    graph.explain()
+    assert repr(rollout) == "<Rollout in a graph: 1 lane × 2 slots, 0 steps made>"
     async with graph.run() as run:
         assert repr(rollout).startswith("<Rollout in a graph: ")
         await run.wait()
