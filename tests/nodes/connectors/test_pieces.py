@@ -1,6 +1,7 @@
 """The connector pieces one by one, on batches and episodes written out by hand."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,11 +185,7 @@ def test_an_array_without_numbers_is_refused_with_its_column() -> None:
         call(NumpyToTensor(), {"x": np.array(["left", "right"])})
 
 
-class Jax:
-    framework = "jax"
-
-
-@pytest.mark.parametrize("module", [None, Jax()])
+@pytest.mark.parametrize("module", [None, SimpleNamespace(framework="jax")], ids=["none", "jax"])
 def test_arrays_stay_for_a_module_that_is_not_torchs(module: Any) -> None:
     batch = {"x": np.zeros(2)}
     assert call(NumpyToTensor(), batch, rl_module=module)["x"] is batch["x"]

@@ -50,7 +50,7 @@ def observations(space: gym.Space[Any], *lead: int) -> Any:
     return map_tree(lambda leaf: torch.from_numpy(leaf.reshape(*lead, *leaf.shape[1:])), rows)
 
 
-def made(seen: gym.Space[Any] = VECTOR, chosen: gym.Space[Any] = CHOICE, **config: Any) -> DefaultModule:
+def made(seen: Any = VECTOR, chosen: Any = CHOICE, **config: Any) -> DefaultModule:
     torch.manual_seed(3)
     return DefaultModule(seen, chosen, model_config={**SMALL, **config})
 
@@ -297,53 +297,48 @@ def test_a_config_that_can_not_be_is_refused(fields: Any, told: str) -> None:
         DefaultModule(VECTOR, CHOICE, model_config=fields)
 
 
-REFUSED: dict[str, Any] = {
-    r"has Box\(.*\(2, 3\), float32\) at 'obs', expected Discrete, .*channels\), or a": lambda: made(
-        spaces.Box(-1, 1, (2, 3))
-    ),
-    "has Text.* at 'obs', expected Discrete, MultiDiscrete, MultiBinary, Box of shape": lambda: made(spaces.Text(5)),
-    r"has Sequence.* at 'obs\['a'\]\[1\]'": lambda: made(
-        spaces.Dict({"a": spaces.Tuple((CHOICE, spaces.Sequence(VECTOR)))})
-    ),
-    r"has Box\(.*\(0,\), float32\) at 'obs', expected": lambda: made(spaces.Box(-1, 1, (0,))),
-    r"observation_space is Dict\(\), expected at least one leaf": lambda: made(spaces.Dict({})),
-    "got no observation_space, expected a gymnasium space": lambda: DefaultModule(action_space=CHOICE),
-    "got no action_space, expected a gymnasium space": lambda: DefaultModule(VECTOR),
-    r"kernel of 4x4 where 3x3 are left of 'obs', Box.*expected no larger one": lambda: made(
-        IMAGE, conv_filters=[(4, 8, 2), (4, 4, 1)]
-    ),
-    "use_lstm=True and vf_share_layers=False, expected vf_share_layers=True": lambda: made(
-        use_lstm=True, vf_share_layers=False
-    ),
-    r"free_log_std is True for actions in Discrete\(2\), expected a Box": lambda: made(free_log_std=True),
-    r"'obs' has shape \[4, 2\], expected \[B, 3\]": lambda: made()({"obs": torch.zeros(4, 2)}),
-    r"'obs' has shape \[4, 5, 3\], expected \[B, 3\]": lambda: made()({"obs": torch.zeros(4, 5, 3)}),
-    r"'obs\['a'\]' has shape \[4\], expected \[B, T\]": lambda: made(spaces.Dict({"a": CHOICE}), use_lstm=True)(
-        {"obs": {"a": torch.zeros(4)}}
-    ),
-    r"'obs' has nothing at \['a'\], expected it to be as the observation": lambda: made(spaces.Dict({"a": CHOICE}))(
-        {"obs": {"b": torch.zeros(4)}}
-    ),
-    r"batch has columns \['obs'\], expected 'state_in' among them": lambda: made(use_lstm=True)(
-        {"obs": torch.zeros(4, 1, 3)}
-    ),
-    r"'action_mask' in MultiBinary\(3\), expected shape \(4,\): a number for each": lambda: made(
-        masked_space(spaces.MultiBinary(3)), spaces.Discrete(4)
-    ),
-}
+def masked_space(mask: gym.Space[Any], key: str = "observations") -> gym.Space[Any]:
+    return spaces.Dict({"action_mask": mask, key: VECTOR})
 
 
-@pytest.mark.parametrize("told", REFUSED)
-def test_what_it_can_not_take_is_refused(told: str) -> None:
+MANY, NAMED = spaces.Sequence(VECTOR), spaces.Dict({"a": CHOICE})
+LSTM, DEEP = {"use_lstm": True}, {"conv_filters": [(4, 8, 2), (4, 4, 1)]}
+WRONG_MASK = {"seen": masked_space(spaces.MultiBinary(3)), "chosen": spaces.Discrete(4)}
+REFUSED: list[tuple[str, dict[str, Any], Any]] = [  # what is told, what it is made of, observations if it is called
+    (
+        r"has Box\(.*\(2, 3\), float32\) at 'obs', expected Discrete, .*, or a",
+        {"seen": spaces.Box(-1, 1, (2, 3))},
+        None,
+    ),
+    ("has Text.* at 'obs', expected Discrete, MultiDiscrete, MultiBinary, Box of", {"seen": spaces.Text(5)}, None),
+    (r"has Sequence.* at 'obs\['a'\]\[1\]'", {"seen": spaces.Dict({"a": spaces.Tuple((CHOICE, MANY))})}, None),
+    (r"has Box\(.*\(0,\), float32\) at 'obs', expected", {"seen": spaces.Box(-1, 1, (0,))}, None),
+    (r"observation_space is Dict\(\), expected at least one leaf", {"seen": spaces.Dict({})}, None),
+    ("got no observation_space, expected a gymnasium space", {"seen": None}, None),
+    ("got no action_space, expected a gymnasium space", {"chosen": None}, None),
+    (r"kernel of 4x4 where 3x3 are left of 'obs', Box.*expected no larger one", {"seen": IMAGE, **DEEP}, None),
+    (
+        "use_lstm=True and vf_share_layers=False, expected vf_share_layers=True",
+        {**LSTM, "vf_share_layers": False},
+        None,
+    ),
+    (r"free_log_std is True for actions in Discrete\(2\), expected a Box", {"free_log_std": True}, None),
+    (r"'obs' has shape \[4, 2\], expected \[B, 3\]", {}, torch.zeros(4, 2)),
+    (r"'obs' has shape \[4, 5, 3\], expected \[B, 3\]", {}, torch.zeros(4, 5, 3)),
+    (r"'obs\['a'\]' has shape \[4\], expected \[B, T\]", {"seen": NAMED, **LSTM}, {"a": torch.zeros(4)}),
+    (r"'obs' has nothing at \['a'\], expected it to be as the obs", {"seen": NAMED}, {"b": torch.zeros(4)}),
+    (r"batch has columns \['obs'\], expected 'state_in' among them", LSTM, torch.zeros(4, 1, 3)),
+    (r"'action_mask' in MultiBinary\(3\), expected shape \(4,\): a number for each", WRONG_MASK, None),
+]
+
+
+@pytest.mark.parametrize(("told", "made_of", "seen"), REFUSED)
+def test_what_it_can_not_take_is_refused(told: str, made_of: dict[str, Any], seen: Any) -> None:
     with pytest.raises(ModuleError, match=told):
-        REFUSED[told]()
+        made(**made_of)({"obs": seen})
 
 
 # Action masks
-
-
-def masked_space(mask: gym.Space[Any], key: str = "observations") -> gym.Space[Any]:
-    return spaces.Dict({"action_mask": mask, key: VECTOR})
 
 
 MASKS = {

@@ -69,13 +69,9 @@ def _save_modules(rollout: MultiAgentRollout, path: Path) -> None:
         rollout.save_policy(path / module_id, module_id=module_id)
 
 
-def _save_all(rollout: MultiAgentRollout, path: Path) -> None:
-    rollout.save_policy(path)
-
-
 @pytest.mark.parametrize(
     ("explore", "save"),
-    [(False, _save_agents), (True, _save_modules), (False, _save_all)],
+    [(False, _save_agents), (True, _save_modules), (False, MultiAgentRollout.save_policy)],
     ids=["agents", "modules", "all"],
 )
 def test_each_agents_policy_computes_what_the_rollout_computed(
@@ -220,7 +216,8 @@ def test_policies_of_a_rollout_over_pettingzoo_are_evaluated() -> None:
 def test_agents_without_a_policy_of_their_own_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"agent 'dan': the agents are \['ann', 'bob', 'cat'\]"):
         rollout_over(logged_agents()).policy("dan")
-    by_function = MultiAgentRollout(logged_agents, agent_to_module_mapping_fn=_mapped, module={"a": None, "b": None})
+    mapping = lambda agent, episode: "b" if agent == "cat" else "a"  # noqa: E731
+    by_function = MultiAgentRollout(logged_agents, agent_to_module_mapping_fn=mapping, module={"a": None, "b": None})
     for call in (lambda: by_function.policy("ann"), by_function.evaluate):
         with pytest.raises(
             PolicyError, match="agent_to_module_mapping_fn is a function; expected a dict there, or pol"
@@ -230,7 +227,3 @@ def test_agents_without_a_policy_of_their_own_are_refused() -> None:
     jointly = rollout_over(logged_agents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))
     with pytest.raises(PolicyError, match="joint_connector pieces see all agents together"):
         jointly.policy("ann")
-
-
-def _mapped(agent: Any, episode: Any) -> str:
-    return "b" if agent == "cat" else "a"

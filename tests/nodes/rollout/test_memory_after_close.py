@@ -22,7 +22,7 @@ from remote_rollouts import makers, rollouts_on
 from small_env import SmallEnv
 from ways import LoopError, end, end_async, end_in_graph, graph_with
 
-from rollflow import Forward, Fragment, Graph, MultiAgentRollout, RemoteRollouts, Replay, Rollout
+from rollflow import Forward, Fragment, Graph, RemoteRollouts, Replay, Rollout
 from rollflow.stream import Inlet
 from rollflow.stream.data.blocks import root_of
 from rollflow.stream.data.column import Column
@@ -98,11 +98,6 @@ def rollout_of(fails_at: int | None = None, **options: Any) -> Rollout:
     return Rollout(lambda: Steps(fails_at), **{**pieces, **given})
 
 
-def agents_of(**options: Any) -> MultiAgentRollout:
-    given = {"num_fragments": 3, **options}
-    return agents_rollout_over([partial(NumberedAgents, slot, agents=2, nested=1) for slot in range(2)], **given)
-
-
 read_all = partial(end, ending="ended")
 
 
@@ -171,7 +166,8 @@ def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(memory: Me
 
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_of_several_agents_is_free(memory: Memory, way: str) -> None:
-    check_freed(memory, partial(agents_of, **WAYS[way]), read_all)
+    envs = [partial(NumberedAgents, slot, agents=2, nested=1) for slot in range(2)]
+    check_freed(memory, partial(agents_rollout_over, envs, num_fragments=3, **WAYS[way]), read_all)
 
 
 @pytest.mark.parametrize("way", ["inline", "ahead", "threads", "joint"])

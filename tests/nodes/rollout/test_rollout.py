@@ -118,24 +118,6 @@ def test_a_loop_that_was_left_may_be_taken_up_again(options: dict[str, Any]) -> 
     assert rollout.lost == {}
 
 
-@pytest.mark.parametrize("on_excess", ["drop", "pace"])
-def test_the_lag_holds_when_a_fragment_is_handed_out(on_excess: Any) -> None:
-    with numbered(4, lanes=2, max_lag=0, on_excess=on_excess, num_fragments=4) as rollout:
-        lags = []
-
-        def read() -> None:
-            for fragment in rollout.fragments():
-                lags.append(rollout.policy_version - fragment.policy_version)
-                rollout.publish({"weight": torch.tensor(0.0)})
-
-        if on_excess == "pace":
-            with pytest.raises(LagError):
-                read()
-        else:
-            read()
-    assert set(lags) == {0}
-
-
 def test_returns_leave_out_episodes_of_which_a_fragment_is_missing() -> None:
     _, makers = numbered_envs(3, lengths=(6, 12))
     with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, num_fragments=30) as rollout:
@@ -295,15 +277,16 @@ def test_a_rollout_runs_ahead_by_what_prefetch_allows(monkeypatch: pytest.Monkey
 # Policy versions and lag
 
 
-def test_a_fragment_that_is_too_old_is_dropped_and_counted() -> None:
-    with numbered(4, prefetch=3, max_lag=1, num_fragments=8) as rollout:
+@pytest.mark.parametrize("options", [{"prefetch": 3, "max_lag": 1}, {"lanes": 2, "max_lag": 0}], ids=["ahead", "lanes"])
+def test_a_fragment_that_is_too_old_when_it_is_handed_out_is_dropped_and_counted(options: dict[str, Any]) -> None:
+    with numbered(4, num_fragments=8, **options) as rollout:
         seen = []
         for fragment in rollout.fragments():
             seen.append(rollout.policy_version - fragment.policy_version)
             assert rollout.lag.last == seen[-1]  # not that of a dropped one
             for _ in range(3):
                 rollout.publish({"weight": torch.tensor(0.0)})
-    assert max(seen) <= 1
+    assert max(seen) <= options["max_lag"]
     assert rollout.lag.last == seen[-1]
     assert rollout.lag.dropped_fragments > 0
     assert rollout.lost == {"max_lag": rollout.lag.dropped_steps}
@@ -321,9 +304,12 @@ def test_under_pace_nothing_is_dropped_and_no_batch_is_older_than_the_bound(max_
     assert rollout.lost == {}
 
 
-def test_under_pace_publishing_more_often_than_once_per_batch_is_refused() -> None:
-    with numbered(4, prefetch=2, max_lag=1, on_excess="pace") as rollout, pytest.raises(LagError, match="max_lag=1"):
-        for _ in rollout.batches():
+@pytest.mark.parametrize("options", [{"prefetch": 2, "max_lag": 1}, {"lanes": 2, "max_lag": 0}], ids=["ahead", "lanes"])
+def test_under_pace_publishing_more_often_than_once_per_batch_is_refused(options: dict[str, Any]) -> None:
+    told = f"max_lag={options['max_lag']}"
+    with numbered(4, on_excess="pace", **options) as rollout, pytest.raises(LagError, match=told):
+        for fragment in rollout.fragments():
+            assert rollout.policy_version - fragment.policy_version <= options["max_lag"]
             for _ in range(3):
                 rollout.publish({"weight": torch.tensor(0.0)})
 
@@ -445,93 +431,90 @@ def without_mode() -> SyncVectorEnv:
     return env
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "told"),
-    [
-        ({"fragment_length": 0}, ValueError, "fragment_length is 0, expected a whole number from 1 on"),
-        ({"fragment_length": 1.5}, ValueError, "fragment_length is 1.5, expected a whole number"),
-        ({"lookback": -1}, ValueError, "lookback is -1, expected a whole number from 0 on"),
-        ({"prefetch": -1}, ValueError, "prefetch is -1, expected a whole number from 0 on"),
-        ({"lanes": 9}, EnvError, "lanes is 9, expected at most num_envs, which is 3"),
-        ({"num_envs": 4}, EnvError, "num_envs is 4, expected 3: one for each callable given"),
+def by_error(cases: dict[type[Exception], list[Any]]) -> list[Any]:
+    return [(error, *case) for error, of_error in cases.items() for case in of_error]
+
+
+REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
+    ValueError: [
+        ({"fragment_length": 0}, "fragment_length is 0, expected a whole number from 1 on"),
+        ({"fragment_length": 1.5}, "fragment_length is 1.5, expected a whole number"),
+        ({"lookback": -1}, "lookback is -1, expected a whole number from 0 on"),
+        ({"prefetch": -1}, "prefetch is -1, expected a whole number from 0 on"),
+        ({"forward": Forward(max_batch=2)}, "max_batch is 2, expected at least 3: a lane's slots go together"),
+        ({"on_excess": "shrug"}, "on_excess is 'shrug', expected 'drop' or 'pace'"),
+        ({"on_excess": "pace"}, "on_excess='pace' is for fragments older than max_lag, expected max_lag="),
+        ({"explore": "yes"}, "explore is 'yes', expected True or False"),
+        ({"debug": 1}, "debug is 1, expected True or False"),
+    ],
+    EnvError: [
+        ({"lanes": 9}, "lanes is 9, expected at most num_envs, which is 3"),
+        ({"num_envs": 4}, "num_envs is 4, expected 3: one for each callable given"),
+        ({"lanes": 0}, "lanes is 0, expected at least 1"),
+        ({"lanes": 0, "where": "threads"}, "lanes is 0, expected at least 1"),
+        (
+            {"env": lambda: SHARED, "num_envs": 3},
+            "the callable for slot 1 gave an environment that another slot has already",
+        ),
+        ({"env": lambda: None}, r"the callable for slot 0 gave None, expected a gymnasium\.Env"),
+        ({"env": "CartPole"}, "; expected a version, such as 'CartPole-v1'\nsee "),
+        ({"env": "gymnasium:CartPole"}, "; expected a version, such as 'gymnasium:CartPole-v1'\nsee "),
+        ({"env": "gymnasium:Cartpole-v1"}, r"Did you mean: `CartPole`\?\nsee "),
+        (
+            {"env": type("Odd", (SmallEnv,), {"observation_space": gym.spaces.Text(3)})},
+            r"slot 0: the observation space Text\(.*\) has no columns",
+        ),
+        ({"env": without_mode}, r"autoreset_mode.\] is None, expected a gymnasium.vector.Autoreset"),
+        *(({"env": env}, "env is .*, expected an environment's id, a callable") for env in (7, [], [7])),
+    ],
+    ModuleError: [
         (
             {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)))},
-            ModuleError,
             r"module 'NumberedModule' was made for observations in Box\(0.*\(9,\).*, but those that come are in Box",
         ),
+        ({"module": object()}, "module is object, which has no method forward_exploration"),
+        (
+            {"module": type("WithoutInit", (RLModule,), {"__init__": lambda self: None})()},
+            r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that first",
+        ),
+    ],
+    ConnectorError: [
         (
             {"env_to_module_connector": FrameStacking},
-            ConnectorError,
             r"env_to_module_connector is the class FrameStacking, expected lambda env: FrameStacking\(\)",
         ),
         (
             {"learner_connector": lambda env: FrameStacking()},
-            ConnectorError,
             r"learner_connector takes \(env\), expected \(obs_space, act_space\)",
         ),
         (
             {"env_to_module_connector": lambda env: FrameStacking},
-            ConnectorError,
             r"env_to_module_connector returned the class FrameStacking, not FrameStacking\(\), expected a ConnectorV2",
         ),
         (
             {"env_to_module_connector": Breaks()},
-            ConnectorError,
             r"env_to_module_connector is <Breaks>, expected a function .* such as lambda env: MyPiece\(\)",
         ),
-        ({"module": object()}, ModuleError, "module is object, which has no method forward_exploration"),
-        (
-            {"module": type("WithoutInit", (RLModule,), {"__init__": lambda self: None})()},
-            ModuleError,
-            r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that first",
-        ),
-        (
-            {"forward": Forward(max_batch=2)},
-            ValueError,
-            "max_batch is 2, expected at least 3: a lane's slots go together",
-        ),
-        ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
-        ({"on_excess": "pace"}, ValueError, "on_excess='pace' is for fragments older than max_lag, expected max_lag="),
-        ({"explore": "yes"}, ValueError, "explore is 'yes', expected True or False"),
-        ({"debug": 1}, ValueError, "debug is 1, expected True or False"),
-        ({"forward": True}, TypeError, r"forward is True, expected Forward\(...\)"),
+        ({"env_to_module_connector": 3}, "env_to_module_connector is 3, expected a function"),
+        ({"learner_connector": lambda obs, act: None}, "learner_connector returned NoneType, expected"),
+    ],
+    TypeError: [
+        ({"forward": True}, r"forward is True, expected Forward\(...\)"),
         (
             {"flat_forward": True, "fragment_lenght": 4},
-            TypeError,
             r"Rollout has no keyword 'flat_forward', expected forward=Forward\(flat=…\); "
             "'fragment_lenght', expected 'fragment_length'",
         ),
-        ({"policy": None}, TypeError, "Rollout has no keyword 'policy', expected module=…"),
-        ({"xyz": 2}, TypeError, r"Rollout has no keyword 'xyz', expected one of those in help\(Rollout\)"),
-        ({"complete_episodes": True}, TypeError, r"expected rollout.batches\(complete_episodes=…\) or fragments\(com"),
-        ({"joint_connector": None}, TypeError, "Rollout has no keyword 'joint_connector'"),
-        ({"lanes": 0}, EnvError, "lanes is 0, expected at least 1"),
-        ({"lanes": 0, "where": "threads"}, EnvError, "lanes is 0, expected at least 1"),
-        ({"env_to_module_connector": 3}, ConnectorError, "env_to_module_connector is 3, expected a function"),
-        ({"learner_connector": lambda obs, act: None}, ConnectorError, "learner_connector returned NoneType, expected"),
-        *(({"env": env}, EnvError, "env is .*, expected an environment's id, a callable") for env in (7, [], [7])),
-        (
-            {"env": lambda: SHARED, "num_envs": 3},
-            EnvError,
-            "the callable for slot 1 gave an environment that another slot has already",
-        ),
-        ({"env": lambda: None}, EnvError, r"the callable for slot 0 gave None, expected a gymnasium\.Env"),
-        ({"env": "CartPole"}, EnvError, "; expected a version, such as 'CartPole-v1'\nsee "),
-        ({"env": "gymnasium:CartPole"}, EnvError, "; expected a version, such as 'gymnasium:CartPole-v1'\nsee "),
-        ({"env": "gymnasium:Cartpole-v1"}, EnvError, r"Did you mean: `CartPole`\?\nsee "),
-        (
-            {"env": type("Odd", (SmallEnv,), {"observation_space": gym.spaces.Text(3)})},
-            EnvError,
-            r"slot 0: the observation space Text\(.*\) has no columns",
-        ),
-        (
-            {"env": without_mode},
-            EnvError,
-            r"autoreset_mode.\] is None, expected a gymnasium.vector.Autoreset",
-        ),
+        ({"policy": None}, "Rollout has no keyword 'policy', expected module=…"),
+        ({"xyz": 2}, r"Rollout has no keyword 'xyz', expected one of those in help\(Rollout\)"),
+        ({"complete_episodes": True}, r"expected rollout.batches\(complete_episodes=…\) or fragments\(com"),
+        ({"joint_connector": None}, "Rollout has no keyword 'joint_connector'"),
     ],
-)
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+}
+
+
+@pytest.mark.parametrize(("error", "options", "told"), by_error(REFUSED))
+def test_arguments_that_make_no_sense_are_refused(error: Any, options: dict[str, Any], told: str) -> None:
     with pytest.raises(error, match=told):
         numbered(**options)
 
@@ -621,57 +604,38 @@ def one_left(others: float) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(
-    ("output", "error", "told"),
-    [
-        ({"vf_preds": torch.zeros(3)}, ModuleError, r"the output of Outputs has \['vf_preds'\], expected 'actions' or"),
-        ({"action_dist_inputs": torch.zeros(3, 5)}, ModuleError, r"has shape \[3, 5\], expected a last axis of 7"),
+CHOSEN = {"actions": torch.zeros(3, dtype=torch.int64)}
+UNUSABLE: dict[type[Exception], list[tuple[Any, str]]] = {
+    ModuleError: [
+        ({"vf_preds": torch.zeros(3)}, r"the output of Outputs has \['vf_preds'\], expected 'actions' or"),
+        ({"action_dist_inputs": torch.zeros(3, 5)}, r"has shape \[3, 5\], expected a last axis of 7"),
+        ({"action_dist_inputs": torch.zeros(3, 7).long()}, r"is torch.int64\[3, 7\], expected torch.float32"),
+        (torch.zeros(3), "Outputs.forward_exploration returned Tensor, expected a dict of tensors"),
+        ({"action_dist_inputs": one_left(-torch.inf)}, "rules out every action in lane 0, vector step 0, slot 1, 2"),
+        ({"action_dist_inputs": one_left(torch.inf)}, r"is \+inf in lane 0"),
+    ],
+    ColumnError: [
+        ({"action_dist_inputs": torch.zeros(7)}, r"inputs' has shape \[7\], expected \[3, D\]: a row for"),
+        ({"action_dist_inputs": torch.zeros(1, 7)}, r"has shape \[1, 7\], expected \[3, D\]: a row for each"),
+        ({"actions": torch.zeros(3, 2, dtype=torch.int64)}, r"column 'actions': got int64\[3, 2\], expected"),
+        ({"actions": torch.zeros(3)}, r"column 'actions': got float32\[3\], expected int64\[3\]"),
         (
-            {"action_dist_inputs": torch.zeros(3, 7).long()},
-            ModuleError,
-            r"is torch.int64\[3, 7\], expected torch.float32",
-        ),
-        ({"action_dist_inputs": torch.zeros(7)}, ColumnError, r"inputs' has shape \[7\], expected \[3, D\]: a row for"),
-        (
-            {"action_dist_inputs": torch.zeros(1, 7)},
-            ColumnError,
-            r"has shape \[1, 7\], expected \[3, D\]: a row for each",
-        ),
-        (
-            {"actions": torch.zeros(3, 2, dtype=torch.int64)},
-            ColumnError,
-            r"column 'actions': got int64\[3, 2\], expected",
-        ),
-        ({"actions": torch.zeros(3)}, ColumnError, r"column 'actions': got float32\[3\], expected int64\[3\]"),
-        (
-            {"actions": torch.zeros(3, dtype=torch.int64), "loss": torch.zeros(())},
-            ColumnError,
+            {**CHOSEN, "loss": torch.zeros(())},
             r"output 'loss' is float32\[\], expected numbers with a leading axis of 3",
         ),
         *(
             (
-                {"actions": torch.zeros(3, dtype=torch.int64), name: torch.zeros(3, 1)},
-                ColumnError,
+                {**CHOSEN, name: torch.zeros(3, 1)},
                 rf"lane 0: '{name}' has shape \[3, 1\], expected \[3\]: one number for each step",
             )
             for name in ("vf_preds", "action_logp")
         ),
-        (torch.zeros(3), ModuleError, "Outputs.forward_exploration returned Tensor, expected a dict of tensors"),
-        (
-            {"action_dist_inputs": one_left(-torch.inf)},
-            ModuleError,
-            "rules out every action in lane 0, vector step 0, slot 1, 2",
-        ),
-        (
-            {"action_dist_inputs": one_left(torch.inf)},
-            ModuleError,
-            r"is \+inf in lane 0",
-        ),
     ],
-)
-def test_a_modules_output_that_can_not_be_used_is_refused_before_a_step(
-    output: Any, error: type[Exception], told: str
-) -> None:
+}
+
+
+@pytest.mark.parametrize(("error", "output", "told"), by_error(UNUSABLE))
+def test_a_modules_output_that_can_not_be_used_is_refused_before_a_step(error: Any, output: Any, told: str) -> None:
     envs, makers = numbered_envs(3)
     with pytest.raises(error, match=told), Rollout(makers, module=Outputs(output)) as rollout:
         next(iter(rollout.batches()))

@@ -38,6 +38,12 @@ def alike(length: int) -> Together:
     return Together({agent: Steps(length) for agent in AGENTS})
 
 
+def asking(names: dict[str, str]) -> tuple[list[tuple[Any, str]], Any]:
+    """What a mapping to these names was asked of, and the mapping."""
+    asked: list[tuple[Any, str]] = []
+    return asked, lambda agent, episode: asked.append((agent, episode.id_)) or names[agent]  # type: ignore[func-returns-value]
+
+
 def unlike(length: int) -> Together:
     """Two agents with spaces of their own."""
     return Together({"a": Steps(length), "b": Steps(length, high=999)})
@@ -155,13 +161,8 @@ def test_removed_modules_are_gone_once_they_serve_nobody() -> None:
 @pytest.mark.parametrize("where", ["inline", "threads"])
 def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(make: Any, where: str) -> None:
     """Modules that come and go ask it of no episode that there was, or goes on; lookback and cuts ask of none."""
-    asked: list[tuple[Any, str]] = []
     newest = {"a": "a 0", "b": "b"}
-
-    def mapping(agent: Any, episode: Any) -> str:
-        asked.append((agent, episode.id_))
-        return newest[agent]
-
+    asked, mapping = asking(newest)
     options: dict[str, Any] = {"fragment_length": 3, "num_fragments": 12, "lookback": 2, "where": where}
     modules = {"a 0": Acts(0), "b": Acts(1)}
     played, before = set(), 0
@@ -185,12 +186,8 @@ def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(make: Any, where: 
 
 
 def test_a_class_that_is_added_takes_the_spaces_of_the_agents_that_the_mapping_names_now() -> None:
-    newest, asked = {"a": "a", "b": "b"}, []
-
-    def mapping(agent: Any, episode: Any) -> str:
-        asked.append((agent, episode.id_))
-        return newest[agent]
-
+    newest = {"a": "a", "b": "b"}
+    asked, mapping = asking(newest)
     options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "agent_to_module_mapping_fn": mapping}
     with MultiAgentRollout(partial(unlike, 4), module={"a": Acts(0), "b": Acts(1)}, seed=0, **options) as rollout:
         for _ in rollout.fragments():
@@ -468,15 +465,12 @@ class Asked(dict[Any, Any]):
 
 
 def test_a_dict_is_asked_for_agents_and_a_function_for_their_episodes() -> None:
-    asked, called = Asked(a="a", b="b"), []
+    asked = Asked(a="a", b="b")
+    called, mapping = asking({"a": "a", "b": "b"})
     options: Any = {"num_envs": 16, "length": 2, "fragment_length": 10, "num_fragments": 2}
     with marathon(agent_to_module_mapping_fn=asked, **options) as rollout:
         by_dict = [rows(fragment, "b") for fragment in rollout.fragments()]
     assert asked.count <= 2 * (1 + 10)  # whenever agents begin, each once for all environments
-
-    def mapping(agent: Any, episode: Any) -> Any:
-        called.append((agent, episode.id_))
-        return agent
 
     with marathon(agent_to_module_mapping_fn=mapping, **options) as rollout:
         called.clear()  # of what was asked to find out spaces, and at the first reset
