@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, dataclass_transform, get_args
 
 from rollflow.stream.wire.codec import field
 
@@ -57,18 +57,21 @@ def is_proof(proof: bytes, secret: bytes | None, who: bytes, transcript: bytes) 
     return hmac.compare_digest(proof, prove(secret, who, transcript))
 
 
+@dataclass_transform(eq_default=False, frozen_default=True)
 class WireMessage:
-    """A message, whose `kind` on the wire is the name of its class in snake case, unless it says another."""
+    """A message: a frozen dataclass, which is equal to itself alone.
 
-    __slots__ = ()
+    Its `kind` on the wire is the name of its class in snake case, unless it says another.
+    """
+
     kind: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
         if "kind" not in vars(cls):
             cls.kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        dataclass(frozen=True, eq=False)(cls)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Hello(WireMessage):
     """Introduction of a host.
 
@@ -128,7 +131,6 @@ class Hello(WireMessage):
         return list(accumulate(self.slots[:-1], initial=first))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Challenge(WireMessage):
     """Gateway's answer to a Hello.
 
@@ -150,7 +152,6 @@ class Challenge(WireMessage):
     grace_s: Annotated[float, field.seconds]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Proof(WireMessage):
     """Host's proof that it knows the secret.
 
@@ -176,7 +177,6 @@ class LaneGrant:
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Welcome(WireMessage):
     """Gateway's proof that it knows the secret as well, and its acceptance of the host.
 

@@ -2,7 +2,6 @@
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -32,8 +31,17 @@ _TREES = field.list_of(field.tree, MOST_AGENTS)
 _FLAGS = field.nullable(field.list_of(field.numbers("|b1"), MOST_AGENTS))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reset(WireMessage):
+class LaneMessage(WireMessage):
+    """A request or answer of a lane.
+
+    lane, number    the lane, and the request's number: 1, 2, … for each lane
+    """
+
+    lane: LaneId
+    number: Number
+
+
+class Reset(LaneMessage):
     """Gateway to host: reset all environments of a lane.
 
     lane, number    the lane, and the request's number: 1, 2, … for each lane
@@ -41,14 +49,11 @@ class Reset(WireMessage):
     options         gymnasium's reset options; None: none
     """
 
-    lane: LaneId
-    number: Number
     seeds: Annotated[tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, (1 << 64) - 1), MOST_SLOTS))]
     options: Annotated[Mapping[str, Any] | None, field.nullable(field.mapping)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step(WireMessage):
+class Step(LaneMessage):
     """Gateway to host: step all environments of a lane.
 
     actions        tree of arrays `any[slots, ...]` in the action space; for several agents: one tree `any[K, ...]` for
@@ -56,14 +61,11 @@ class Step(WireMessage):
     agent_slots    for several agents: i64[K] ascending for each part, the agent slots that act; None: all
     """
 
-    lane: LaneId
-    number: Number
     actions: Annotated[Tree, field.tree]
     agent_slots: Annotated[AgentSlots | None, field.nullable(_SLOTS)] = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows(WireMessage):
+class Rows(LaneMessage):
     """Host to gateway: results of the Reset or Step with this number.
 
     obs                     tree of arrays `any[slots, ...]` in the observation space
@@ -76,8 +78,6 @@ class Rows(WireMessage):
     infos, final_infos      infos of `obs`, and of the ended episodes: gymnasium's vector form, or SlotInfos
     """
 
-    lane: LaneId
-    number: Number
     obs: Annotated[Tree, field.tree]
     rewards: Annotated[NDArray[np.float64] | None, field.nullable(field.numbers("<f8"))]
     terminateds: Annotated[NDArray[np.bool_] | None, field.nullable(field.numbers("|b1"))]
@@ -88,8 +88,7 @@ class Rows(WireMessage):
     final_infos: Annotated[Mapping[str, Any], field.infos]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AgentRows(WireMessage):
+class AgentRows(LaneMessage):
     """Host to gateway: what a Reset or Step with this number gave to the agents, part by part.
 
     agent_slots         i64[K] ascending: who has an observation; None: all
@@ -106,8 +105,6 @@ class AgentRows(WireMessage):
     first_infos         of each of `ended`, likewise
     """
 
-    lane: LaneId
-    number: Number
     agent_slots: Annotated[AgentSlots, _SLOTS]
     obs: Annotated[tuple[Tree, ...], _TREES]
     rewards: Annotated[Floats | None, field.nullable(field.list_of(field.numbers("<f4"), MOST_AGENTS))]
@@ -121,8 +118,7 @@ class AgentRows(WireMessage):
     first_infos: Annotated[Infos, field.list_of(field.agent_infos, MOST_SLOTS)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Failed(WireMessage):
+class Failed(LaneMessage):
     """Host to gateway: the request with this number raised; a lane of environments must be reset next.
 
     type, text    type and text of the exception
@@ -130,8 +126,6 @@ class Failed(WireMessage):
     traceback     for people
     """
 
-    lane: LaneId
-    number: Number
     type: Annotated[str, field.text(256)]
     text: Annotated[str, field.text(_MOST_TEXT)]
     notes: Annotated[tuple[str, ...], field.list_of(field.text(4096), 64)]
@@ -151,28 +145,20 @@ class Failed(WireMessage):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn(WireMessage):
+class Turn(LaneMessage):
     """Gateway to a rollout host: the next fragment of a lane is wanted, which begins at this vector step of the run."""
 
-    lane: LaneId
-    number: Number
     step: Annotated[int, field.whole(0, MOST_NUMBER)] = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut(WireMessage):
+class Cut(LaneMessage):
     """Gateway to a rollout host: the Turn with this number is to end now, with the rows of its Fragment so far.
 
     It has no answer of its own: the Turn is answered with fewer rows, or was answered already.
     """
 
-    lane: LaneId
-    number: Number
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fragment(WireMessage):
+class Fragment(LaneMessage):
     """Rollout host to gateway: the result of the Turn with this number. Source to trainer: the next fragment.
 
     number     number of the Turn; or of the fragment in the stream, whatever its lane: 1, 2, …
@@ -180,14 +166,11 @@ class Fragment(WireMessage):
     rest       other data of the fragment, in the form of the rollout's software
     """
 
-    lane: LaneId
-    number: Number
     columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
     rest: Annotated[Mapping[str, Any], field.mapping]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lent(WireMessage):
+class Lent(LaneMessage):
     """Source to trainer: a Fragment whose arrays lie in blocks.
 
     blocks     numbers of these blocks, each of which this lends once
@@ -196,8 +179,6 @@ class Lent(WireMessage):
     gone       blocks in which nothing more will be lent
     """
 
-    lane: LaneId
-    number: Number
     blocks: BlockNumbers
     columns: Annotated[bytes, field.raw_up_to(MAX_HEADER)]
     rest: Annotated[Mapping[str, Any], field.mapping]
@@ -205,7 +186,6 @@ class Lent(WireMessage):
     gone: BlockNumbers = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class BlocksReleased(WireMessage):
     """Trainer to source: it has stopped reading from these blocks; each mention ends one lending.
 
@@ -216,7 +196,6 @@ class BlocksReleased(WireMessage):
     blocks: BlockNumbers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Settings(WireMessage):
     """Gateway to rollout host, after every Welcome: settings of the rollout, the same throughout a session.
 
@@ -226,7 +205,6 @@ class Settings(WireMessage):
     settings: Annotated[Mapping[str, Any], field.mapping]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Weights(WireMessage):
     """Gateway to rollout host, trainer to source: a module's parameters.
 
@@ -248,7 +226,6 @@ class Weights(WireMessage):
     id: Annotated[bytes, field.raw(0, ID_BYTES)] = b""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Done(WireMessage):
     """Trainer to source: its progress.
 
@@ -260,14 +237,12 @@ class Done(WireMessage):
     kept: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Finished(WireMessage):
     """Source to trainer: the fragment with this number is the last one; 0: there is none at all."""
 
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LaneJoined(WireMessage):
     """Source to trainer: a lane has joined, and is about to begin its first fragment."""
 
@@ -275,7 +250,6 @@ class LaneJoined(WireMessage):
     lane: LaneId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LaneLeft(WireMessage):
     """Source to trainer: a lane is gone; fragments after the one with this number are not from it.
 
@@ -287,7 +261,6 @@ class LaneLeft(WireMessage):
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Query(WireMessage):
     """Sampler to replay host: a call of the replay.
 
@@ -305,7 +278,6 @@ class Query(WireMessage):
     arrays: Annotated[Mapping[str, NDArray[np.generic]], field.map_of(field.array)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Result(WireMessage):
     """Answer to the Query with this number.
 
@@ -320,42 +292,36 @@ class Result(WireMessage):
     problem: Annotated[str | None, field.nullable(field.text(4096))]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class States(WireMessage):
     """Gateway to rollout host: states of connectors by their names, which apply from the next Turn."""
 
     states: Annotated[Mapping[str, Any], field.mapping]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Metrics(WireMessage):
     """Rollout host to gateway, unrequested: its progress. Uses up one credit."""
 
     metrics: Annotated[Mapping[str, Any], field.mapping]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Credit(WireMessage):
     """Gateway to host: it may send `count` more unrequested messages."""
 
     count: Annotated[int, field.whole(1, MOST_NUMBER)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Ping(WireMessage):
     """Either side: a heartbeat, answered by a Pong with the same number."""
 
     number: Number
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Pong(WireMessage):
     """Either side: the answer to a Ping."""
 
     number: Number
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Goodbye(WireMessage):
     """Either side: its last message if all is well; the receiver closes the connection.
 
@@ -366,7 +332,6 @@ class Goodbye(WireMessage):
     drained: Annotated[bool, field.flag] = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Refused(WireMessage):
     """Either side: its last message if something is wrong.
 
