@@ -122,19 +122,25 @@ def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool) -> ssl.
     return context
 
 
-def add_max_frame(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that `limits_of` reads."""
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a connection with another process, which `link_of` reads."""
+    add_protection(parser)
     parser.add_argument(
         "--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)"
     )
 
 
-def limits_of(max_frame: int) -> Limits:
-    """Limits for messages of so many MiB. Raises ValueError for a size that no message can have."""
-    if not 1 <= max_frame < 4096:
-        raise ValueError(f"--max-frame is {max_frame}, expected 1 to 4095")
-    limits = Limits(max_frame=max_frame << 20)
-    return replace(limits, undelivered=max(limits.undelivered, 2 * limits.max_frame))
+def link_of(args: argparse.Namespace, *, listens: bool) -> dict[str, Any]:
+    """The keywords `secret`, `tls` and `limits` that the arguments ask for.
+
+    Raises as `secret_of` and `tls_of`, and ValueError for a size that no message can have.
+    """
+    secret, tls = secret_of(args), tls_of(args, listens=listens)
+    if not 1 <= args.max_frame < 4096:
+        raise ValueError(f"--max-frame is {args.max_frame}, expected 1 to 4095")
+    limits = Limits(max_frame=args.max_frame << 20)
+    limits = replace(limits, undelivered=max(limits.undelivered, 2 * limits.max_frame))
+    return {"secret": secret, "tls": tls, "limits": limits}
 
 
 def add_acting(parser: argparse.ArgumentParser, *, otherwise: str, several: str = "") -> None:

@@ -30,13 +30,12 @@ def add_arguments(
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--connect", metavar="ADDRESS", help="dial this gateway: tcp://host:port or unix:/path")
     where.add_argument("--listen", metavar="ADDRESS", help="wait here for a gateway: tcp://host:port or unix:/path")
-    arguments.add_protection(parser)
+    arguments.add_link(parser)
     parser.add_argument(
         "--name",
         help="what this host is called in messages; it takes the place of a lost "
         "host of that name at once (the machine's name and this process' number)",
     )
-    arguments.add_max_frame(parser)
     parser.add_argument(
         "--retry", type=float, default=60.0, metavar="SECONDS", help="how long to dial a gateway that is away (60)"
     )
@@ -61,11 +60,7 @@ def serve(args: argparse.Namespace, kind: Callable[..., Host], more_of: Callable
 
     Raises ValueError and OSError where the arguments don't go together.
     """
-    protection: dict[str, Any] = {
-        "secret": arguments.secret_of(args),
-        "tls": arguments.tls_of(args, listens=args.listen is not None),
-        "limits": arguments.limits_of(args.max_frame),
-    }
+    link = arguments.link_of(args, listens=args.listen is not None)
     lanes = args.lanes
     if lanes is None and args.num_envs is not None:
         lanes = min(args.most_lanes, args.num_envs)
@@ -76,11 +71,11 @@ def serve(args: argparse.Namespace, kind: Callable[..., Host], more_of: Callable
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: host.drain(0.0 if host.is_draining else args.grace))
         if args.connect is not None:
-            reason = host.connect(args.connect, retry_s=args.retry, **protection)
+            reason = host.connect(args.connect, retry_s=args.retry, **link)
             if not host.is_draining:
                 print(f"the rollout said goodbye: {reason}", file=sys.stderr)
         else:
-            with host.listening(args.listen, **protection) as address:
+            with host.listening(args.listen, **link) as address:
                 print(f"listening on {address}", file=sys.stderr, flush=True)
                 host.serve()
         return 128 + signal.SIGTERM if host.is_draining else 0

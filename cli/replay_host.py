@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the state is written; read at the start",
     )
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between two checkpoints (30)")
-    arguments.add_protection(parser)
-    arguments.add_max_frame(parser)
+    arguments.add_link(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,11 +54,9 @@ def run(args: argparse.Namespace) -> None:
         _replay_of(args),
         rollouts=args.rollouts,
         trainers=args.trainers,
-        secret=arguments.secret_of(args),
-        tls=arguments.tls_of(args, listens=True),
         checkpoint=args.checkpoint,
         every=args.every,
-        limits=arguments.limits_of(args.max_frame),
+        **arguments.link_of(args, listens=True),
     )
     with host:
         print(f"rollouts feed {host.rollouts}, trainers sample at {host.trainers}", file=sys.stderr, flush=True)

@@ -37,12 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
     arguments.add_acting(parser, otherwise="a default module for the spaces")
-    arguments.add_protection(parser)
+    arguments.add_link(parser)
     parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
     parser.add_argument(
         "--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)"
     )
-    arguments.add_max_frame(parser)
     parser.add_argument(
         "--log",
         action="append",
@@ -56,13 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    options = {
-        "secret": arguments.secret_of(args),
-        "tls": arguments.tls_of(args, listens=False),
-        "name": args.name,
-        "retry_s": args.retry,
-        "limits": arguments.limits_of(args.max_frame),
-    }
+    options = {"name": args.name, "retry_s": args.retry, **arguments.link_of(args, listens=False)}
     goodbye = feed(_rollout_of(args), args.trainer, sends="fragments", on_end=_show, **options)
     print("the rollout has ended" if goodbye is None else f"the trainer said goodbye: {goodbye}", file=sys.stderr)
 
