@@ -581,7 +581,8 @@ class LogOptions:
         if self.log is not None and not isinstance(self.log, str | list | tuple):
             raise MetricsError(f"log is {self.log!r}, expected a text such as 'csv:run.csv', or a list of them")
         check_trace(self.trace)
-        self.made()
+        for text in self.texts:
+            destination_of(text)
         places = [place_of(text) for text in self.texts]
         if twice := [text for text, place in zip(self.texts, places, strict=True) if places.count(place) > 1]:
             raise MetricsError(f"log has {twice[0]!r} and {twice[1]!r}, expected each place once")
@@ -590,7 +591,3 @@ class LogOptions:
     def texts(self) -> list[str]:
         """The destinations, as they were given."""
         return [] if self.log is None else [self.log] if isinstance(self.log, str) else list(self.log)
-
-    def made(self) -> list[Destination]:
-        """The destinations, not opened yet."""
-        return [destination_of(text) for text in self.texts]

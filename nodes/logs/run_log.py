@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from rollflow.nodes.logs.destinations import Destination, LogOptions, destination_of
+from rollflow.nodes.logs.destinations import LogOptions, destination_of
 from rollflow.nodes.logs.figures import Counts, Row, RowLost, check_own_name, figures_of
 from rollflow.nodes.metrics.metrics_logger import number_of
 from rollflow.stream.data.errors import RunError
@@ -35,9 +35,7 @@ class RunLog(abc.ABC):
 
     def __init__(self, options: LogOptions) -> None:
         self._options = options
-        self.writers = [
-            RowWriter(text, destination) for text, destination in zip(options.texts, options.made(), strict=True)
-        ]
+        self.writers = [RowWriter(text) for text in options.texts]
         self._own: dict[str, tuple[float, int]] = {}  # name -> sum and number of the values since the row before
         self._own_lock, self._row_lock = threading.Lock(), threading.Lock()
         self._first = self._before = Counts()
@@ -111,7 +109,7 @@ class RunLog(abc.ABC):
         """
         if self._is_closed or any(writer.text == text for writer in self.writers):
             return
-        writer = RowWriter(text, destination_of(text))
+        writer = RowWriter(text)
         if self._has_begun:
             writer.destination.open()
             writer.start()
@@ -180,8 +178,8 @@ class RowWriter:
     dropped        rows that it was not given
     """
 
-    def __init__(self, text: str, destination: Destination) -> None:
-        self.text, self.destination = text, destination
+    def __init__(self, text: str) -> None:
+        self.text, self.destination = text, destination_of(text)
         self.dropped = 0
         self._rows: queue.Queue[Row | None] = queue.Queue()  # the last is None
         self._has_failed = False

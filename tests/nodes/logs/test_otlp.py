@@ -133,7 +133,7 @@ def test_while_a_collector_is_away_each_row_is_tried_once_and_counted(
     monkeypatch.setattr(HTTPAdapter, "send", counted)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    writer = RowWriter("otlp", Otlp(f"http://127.0.0.1:{port}"))
+    writer = RowWriter(f"otlp:http://127.0.0.1:{port}")
     writer.destination.open()
     writer.start()
     for _ in range(4):
@@ -144,5 +144,5 @@ def test_while_a_collector_is_away_each_row_is_tried_once_and_counted(
     assert writer.dropped == 4
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"log='otlp:http://127.0.0.1:{port}': the collector does not take a row; the next ones are sent all the same",
-        "the log otlp was too slow, or had failed: 4 rows are lost",
+        f"the log otlp:http://127.0.0.1:{port} was too slow, or had failed: 4 rows are lost",
     ]
