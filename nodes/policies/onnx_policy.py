@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -300,10 +301,13 @@ def _parts(description: Any) -> list[tuple[Any, Any]] | None:
 
 
 def named_spaces(description: Any, name: str) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
-    """(name, (dtype, shape)) of each leaf of a described space. Raises PolicyError for what is none."""
+    """(name, (dtype, shape)) of each leaf of a described space, a Dict's parts by sorted key, as trees have them.
+
+    Raises PolicyError for what is no space.
+    """
     try:
         if (parts := _parts(description)) is not None:
-            for key, part in parts:
+            for key, part in sorted(parts, key=itemgetter(0)):
                 yield from named_spaces(part, f"{name}.{key}")
         elif description["type"] == "MultiBinary":
             size = description["n"]
@@ -315,11 +319,8 @@ def named_spaces(description: Any, name: str) -> Iterator[tuple[str, tuple[np.dt
 
 
 def sorted_names(description: Any, name: str) -> list[str]:
-    """The names of the leaves, a Dict's parts by sorted key, as trees have them."""
-    if (parts := _parts(description)) is None:
-        return [name]
-    ordered = sorted(parts, key=lambda part: part[0])
-    return [each for key, part in ordered for each in sorted_names(part, f"{name}.{key}")]
+    """The names of the leaves, in the order of `named_spaces`."""
+    return [each for each, _ in named_spaces(description, name)]
 
 
 def _leaf_arrays(description: Any, tree: Tree, name: str) -> Arrays:

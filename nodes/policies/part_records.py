@@ -411,8 +411,12 @@ def record_of_module(module: Any, where: str, arrays: ArraysByName, *, has_progr
 def module_of(
     record: Any, weights: dict[str, Any], where: str, arrays: ArraysByName, allow: Collection[str]
 ) -> tuple[Any, Any]:
-    """A module with its weights, and the initial state that it is to have. Raises PolicyError for no such record."""
-    check_fields(record, MODULE_FIELDS, where)
+    """A module with its weights, and the initial state that it is to have.
+
+    record    with the `MODULE_FIELDS`, which the caller has checked
+
+    Raises PolicyError for a module that can't be made of it.
+    """
     cls = named("module", record["name"], allow, where)
     spaces = [space_of(record[name], f"{where}/{name}") for name in ("observation_space", "action_space")]
     config = from_plain(record["config"], f"{where}/config", arrays, allow)

@@ -154,11 +154,8 @@ def _recorded(
             operation = _name_of(node.target)
             if operation is None:
                 continue
-            args, kwargs = (
-                _argument(list(node.args), numbers),
-                {k: _argument(v, numbers) for k, v in node.kwargs.items()},
-            )
-            operations.append([operation, args, kwargs])
+            kwargs = {key: _argument(value, numbers) for key, value in node.kwargs.items()}
+            operations.append([operation, _argument(list(node.args), numbers), kwargs])
             numbers[node.name] = len(numbers)
         elif node.op == "output":
             results = list(node.args[0])

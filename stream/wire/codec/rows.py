@@ -238,10 +238,8 @@ class AgentForm:
         where    where they are, and what the items are called there
         """
         place, name = where
-        for value, field in (
-            (agent_slots, "agent_slots" if name != "first_obs" else "first_agent_slots"),
-            (trees, name),
-        ):
+        slots_field = "first_agent_slots" if name == "first_obs" else "agent_slots"
+        for value, field in ((agent_slots, slots_field), (trees, name)):
             if not isinstance(value, list | tuple) or len(value) != len(spaces):
                 raise WireError(f"{place}: {field} is {shown(value)}, expected a list of {len(spaces)} parts", code)
         assert agent_slots is not None

@@ -21,9 +21,8 @@ for _first in range(4):
 
 # First byte -> size of the length that follows it.
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_LISTS = {0xDC: 2, 0xDD: 4}
-_MAPS = {0xDE: 2, 0xDF: 4}
 _EXTS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_CONTAINERS = {0xDC: (2, False), 0xDD: (4, False), 0xDE: (2, True), 0xDF: (4, True)}  # and whether it is a map
 _FIXED_EXTS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 _IS_STRING = [0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB for first in range(256)]
@@ -88,12 +87,9 @@ class _Scan:
             return self.values(at, first & 15, False, depth + 1, exts)
         if first in _BYTES:
             return self._number(at, _BYTES[first]) + at + _BYTES[first]
-        if first in _LISTS:
-            width = _LISTS[first]
-            return self.values(at + width, self._number(at, width), False, depth + 1, exts)
-        if first in _MAPS:
-            width = _MAPS[first]
-            return self.values(at + width, 2 * self._number(at, width), True, depth + 1, exts)
+        if first in _CONTAINERS:
+            width, is_map = _CONTAINERS[first]
+            return self.values(at + width, self._number(at, width) * (1 + is_map), is_map, depth + 1, exts)
         if first in _FIXED_EXTS:
             return self._ext(at, _FIXED_EXTS[first], depth, exts)
         if first in _EXTS:
