@@ -46,7 +46,6 @@ def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -
             assert rollout.environments.num_envs == 5
             fragments = list(rollout.fragments())
         assert (one.wait(), other.wait()) == (0, 0)
-        assert one.stderr is not None
         assert "the rollout said goodbye: the rollout has ended" in one.stderr.read()
     assert len(fragments) == 9
 
@@ -100,9 +99,7 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) 
     with Rollout("CartPole-v1", num_envs=4, fragment_length=64, num_fragments=1, seed=0) as rollout:
         write_dataset(rollout.fragments(), tmp_path / "data")
     with command("dataset", "show", tmp_path / "data", stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.close()
-        assert process.stderr is not None
         assert process.stderr.read() == ""
         assert process.wait() == 128 + signal.SIGPIPE
 
@@ -184,7 +181,6 @@ def test_a_second_signal_ends_a_host_at_once(tmp_path: Path) -> None:
     ):
         await_file(tmp_path / "hangs")
         host.send_signal(signal.SIGTERM)
-        assert host.stderr is not None
         while "0 of 1 lanes are done, still at something: 0" not in host.stderr.readline():
             assert host.poll() is None
         host.send_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 import queue
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -15,7 +14,7 @@ import torch
 from feeding_rollouts import trainer
 from remote_hosts import BrokenWire
 from served_policies import Echo, policy_of
-from serving_process import serving
+from serving_process import Program, serving
 
 from rollflow import TrainerStream
 
@@ -79,9 +78,8 @@ def await_answer(answers: "queue.Queue[tuple[int, float]]", expected: tuple[int,
     return before
 
 
-def await_line(process: "subprocess.Popen[str]", text: str) -> None:
+def await_line(process: Program, text: str) -> None:
     """Read what a process says until a line has a text."""
-    assert process.stderr is not None
     assert any(text in line for line in process.stderr)
 
 

@@ -39,7 +39,6 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
                 assert trainer.handed[0].source == "worker-1"
                 fragments.append((fragment.lane, fragment.sequence, fragment.num_rows))
             assert process.wait() == 0
-            assert process.stderr is not None
             told = process.stderr.read()
     assert sorted(fragments) == [(lane, sequence, 8) for lane in (0, 1) for sequence in range(3)]
     assert (tmp_path / "run.csv").read_text().startswith("steps,updates,time,")
@@ -76,7 +75,6 @@ def test_an_interrupted_rollout_hands_over_what_was_under_way_and_says_goodbye(n
     with stream(yields="fragments") as trainer, ThreadPoolExecutor() as threads:
         with command("rollout", *arguments, "--trainer", trainer.address) as process:
             rows = threads.submit(lambda: [fragment.num_rows for fragment in trainer])
-            assert process.stderr is not None
             assert any("has taken this rollout in" in line for line in process.stderr)
             process.send_signal(number)
             assert sum(rows.result()) < 1 << 20  # cut short
@@ -91,7 +89,6 @@ def test_a_second_interrupt_waits_for_no_trainer() -> None:
             arguments = ["--env", "CartPole-v1", "--fragment-length", 8, "--trainer", trainer.address]
             process = stack.enter_context(command("rollout", *arguments))
             next(iter(trainer))  # and no more
-            assert process.stderr is not None
             process.send_signal(signal.SIGINT)
             assert any("interrupted: " in line for line in process.stderr)
             process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_errors import Says
 from held_envs import await_file
-from serving_process import command
+from serving_process import Program, command
 from traces import assert_nested, events_of, flows, tracks
 
 from rollflow import Rollout, Watch
@@ -46,9 +46,8 @@ def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pid(runs: Path) -> Iterator[int]:
     """A process that runs a rollout for as long as the tests need it."""
     environment = {**os.environ, run_socket.FOLDER: str(runs)}
-    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with Program([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "it runs\n"
             yield process.pid
         finally:

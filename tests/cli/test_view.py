@@ -16,6 +16,7 @@ import anyio
 import httpx
 import pytest
 from command_errors import Says
+from serving_process import Program
 
 from rollflow import Rollout
 from rollflow.cli import top, view
@@ -129,9 +130,7 @@ def test_a_port_that_is_taken_and_a_package_that_is_missing_are_named(
 @pytest.mark.slow
 def test_it_serves_until_ctrl_c(running: Rollout) -> None:
     command = [sys.executable, "-m", "rollflow.cli.main", "view"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", url)
         with urllib.request.urlopen(f"{url}runs", timeout=60) as answer:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +113,14 @@ def graph_over(
     else:
         graph.connect("rollout.fragments", "trainer")
     return graph, rollout, sends
+
+
+def graph_for_two(rollout: AnyRollout, folder: Path) -> tuple[Graph, AnyRollout, list[TrainerSink]]:
+    """A rollout for the trainers "one" and "other" in a folder."""
+    graph, sinks = Graph("two"), [TrainerSink(f"unix:{folder}/{name}", limits=SHORT) for name in ("one", "other")]
+    for sink in sinks:
+        graph.connect(rollout.fragments, sink, capacity=1)
+    return graph, rollout, sinks
 
 
 class Feed:

@@ -413,22 +413,15 @@ def test_a_client_whose_server_is_nowhere_says_where_and_why(caplog: pytest.LogC
     assert caplog.text.count("it is dialled again") == 1
 
 
+USES = {"PolicyClient": "PolicyClient('http://127.0.0.1:1')", "serving": "serving.HttpServer"}
+
+
 @pytest.mark.parametrize(
-    ("package", "uses", "told"),
-    [
-        ("websockets", "from rollflow.policy import PolicyClient", "PolicyClient takes the package websockets"),
-        ("uvicorn", "import rollflow.policy.serving as serving", "serving takes the package uvicorn"),
-        (
-            "prometheus_client",
-            "import rollflow.policy.serving as serving",
-            "serving takes the package prometheus_client",
-        ),
-    ],
+    ("package", "name"), [("websockets", "PolicyClient"), ("uvicorn", "serving"), ("prometheus_client", "serving")]
 )
-def test_without_a_package_of_serving_the_extra_is_named(package: str, uses: str, told: str) -> None:
+def test_without_a_package_of_serving_the_extra_is_named(package: str, name: str) -> None:
     program = f"import sys; sys.path[:] = {sys.path!r}; sys.modules['{package}'] = None\n"
-    program += f"{uses}\nprint('imported', flush=True)\n"
-    program += "PolicyClient('http://127.0.0.1:1')" if "Client" in uses else "serving.HttpServer"
+    program += f"from rollflow.policy import {name}\nprint('imported', flush=True)\n{USES[name]}"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "imported\n", ran.stderr
-    assert ran.stderr.endswith(f"{told}: pip install 'rollflow[serve]'\n")
+    assert ran.stderr.endswith(f"{name} takes the package {package}: pip install 'rollflow[serve]'\n")

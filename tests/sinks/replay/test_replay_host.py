@@ -193,10 +193,12 @@ def test_a_client_too_many_is_told_so_and_served_once_another_has_gone(
             assert other.report().inserted == 0
 
 
+def server_of(replay: Replay, folder: Path) -> SampleServer:
+    return SampleServer(replay, endpoint_at(f"unix:{folder}/to", None, None, None, listens=True), Mock())
+
+
 def test_a_client_that_was_lost_makes_room_for_a_new_one(tmp_path: Path) -> None:
-    server = SampleServer(
-        Replay(512), endpoint_at(f"unix:{tmp_path / 'trainers'}", None, None, None, listens=True), Mock()
-    )
+    server = server_of(Replay(512), tmp_path)
     server.most_clients = 3
     for number in range(6):
         server._take_in(Mock(lost_at=None), Mock(session=bytes([number])))
@@ -213,7 +215,7 @@ def test_samples_that_the_rate_holds_back_are_answered_in_the_order_they_came(
 ) -> None:
     """An insert lets three samples through, and another one comes before those that wait have got their turn."""
     replay = Replay(512, rate=SamplesPerInsert(1.0, min_size=8, error_buffer=16), batch_size=16, seed=0)
-    server = SampleServer(replay, endpoint_at(f"unix:{tmp_path / 'to'}", None, None, None, listens=True), Mock())
+    server = server_of(replay, tmp_path)
     answered: list[tuple[int, bool]] = []
 
     def come(number: int, wait_s: float) -> None:

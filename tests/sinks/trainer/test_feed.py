@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import SHORT, fed, learner_of, rollout_of, running, sequences_of, trainer
+from feeding_rollouts import SHORT, fed, graph_for_two, learner_of, rollout_of, running, sequences_of, trainer
 from fragment_equality import in_time
 from numbered_env import BreakingEnv, NumberedEnv
 from remote_rollouts import await_that
@@ -152,15 +152,6 @@ def test_a_rollout_that_runs_is_found_too_late() -> None:
             Graph("late").connect(rollout.fragments, TrainerSink("unix:/nowhere"))
 
 
-def graph_for(folder: Path) -> tuple[Graph, Any, list[TrainerSink]]:
-    """A rollout of two lanes for two trainers."""
-    rollout, graph = rollout_of((0, 1), lanes=2, num_fragments=24), Graph("several")
-    sinks = [TrainerSink(f"unix:{folder}/{name}", limits=SHORT) for name in ("one", "other")]
-    for sink in sinks:
-        graph.connect(rollout.fragments, sink, capacity=1)
-    return graph, rollout, sinks
-
-
 def take(address: str, most: int | None = None) -> int:
     """Take fragments as a trainer until it leaves: a number of them, or all; their steps."""
     with trainer(address, yields="fragments") as stream:
@@ -168,7 +159,7 @@ def take(address: str, most: int | None = None) -> int:
 
 
 def test_where_all_have_left_they_are_waited_for(tmp_path: Path) -> None:
-    graph, rollout, sinks = graph_for(tmp_path)
+    graph, rollout, sinks = graph_for_two(rollout_of((0, 1), lanes=2, num_fragments=24), tmp_path)
     addresses = [f"unix:{tmp_path}/{name}" for name in ("one", "other")]
     with running(graph, rollout, sinks[0]), ThreadPoolExecutor() as pool:
         first = list(pool.map(partial(take, most=3), addresses))
@@ -178,7 +169,7 @@ def test_where_all_have_left_they_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_nobody_keeps_a_rollout_that_is_done_with(tmp_path: Path) -> None:
-    graph, rollout, sinks = graph_for(tmp_path)
+    graph, rollout, sinks = graph_for_two(numbered(), tmp_path)
     for sink in sinks:
         sink.close()
     there = weakref.ref(rollout)

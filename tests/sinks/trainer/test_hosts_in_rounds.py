@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 from ending_agent_envs import DoomedAgents, NeverResetAgents
 from ending_envs import Doomed, NeverReset, NotMadeAgain
-from feeding_rollouts import SHORT, failing, feeding, graph_over, running, trainer, weights
+from feeding_rollouts import SHORT, failing, feeding, graph_for_two, graph_over, running, trainer, weights
 from held_envs import Held, let_go
 from numbered_module import NumberedEnv, NumberedModule
 from paced_hosts import PacedHosts, Rounds
 from remote_hosts import BrokenWire, hosting, listening
 from remote_rollouts import await_that, makers, rollout_over, rollouts_on
 
-from rollflow import Columns, Graph, RemoteRollouts, Rollout, TrainerStream
+from rollflow import Columns, RemoteRollouts, Rollout, TrainerStream
 from rollflow.nodes import EnvHost, RolloutHost
-from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.rollout_peer import PeerLife
 from rollflow.stream import WireError
 from rollflow.stream.wire import Limits
@@ -155,23 +154,14 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
 PACED: dict[str, Any] = {"max_lag": 0, "on_excess": "pace"}
 
 
-def graph_for_two(rollout: Rollout, folder: Path) -> tuple[Graph, Rollout, TrainerSink]:
-    """A rollout for the trainers 'one' and 'other'; the second one's sink."""
-    graph, sinks = Graph("two"), {name: TrainerSink(f"unix:{folder}/{name}", limits=SHORT) for name in ("one", "other")}
-    graph.add(rollout=rollout, **sinks)
-    for name in sinks:
-        graph.connect("rollout.fragments", name, capacity=1)
-    return graph, rollout, sinks["other"]
-
-
 def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(
     remote: PacedHosts, tmp_path: Path
 ) -> None:
     with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **remote.rounds(0).settings()) as stream:
         hosts.enter_context(remote.host(0))
-        two = graph_for_two(remote.rollout(), tmp_path)
+        graph, rollout, sinks = graph_for_two(remote.rollout(), tmp_path)
         with pytest.raises(WireError, match="no other trainers of RemoteEnvs or RemoteRollouts"):
-            with running(*two) as feed:
+            with running(graph, rollout, sinks[1]) as feed:
                 stream._begin_next()
                 feed.ended.result(60)
 
@@ -330,7 +320,8 @@ def test_each_of_two_trainers_is_told(where: Any, bound: dict[str, Any], tmp_pat
         with TrainerStream(f"unix:{tmp_path}/other", limits=Limits(grace_s=5.0), **bound) as stream:
             return rounds_without_it(stream, 500, publishes=False)
 
-    with ThreadPoolExecutor() as pool, running(*graph_for_two(rollout, tmp_path)):
+    graph, _, sinks = graph_for_two(rollout, tmp_path)
+    with ThreadPoolExecutor() as pool, running(graph, rollout, sinks[1]):
         others = pool.submit(other)
         with TrainerStream(f"unix:{tmp_path}/one", limits=SHORT, **PACED) as stream:
             ours = rounds_without_it(stream, 500)

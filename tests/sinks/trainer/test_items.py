@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from feeding_rollouts import trainer
 
-from rollflow import Fragment as RolloutFragment, Rollout
+from rollflow import Fragment as RolloutFragment, Rollout, TrainerStream
 from rollflow.nodes.offloaded.fragment_message import PartSpaces
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
@@ -116,15 +116,21 @@ def test_an_interrupt_while_items_are_taken_loses_none(count: int | None, by_lan
     assert lines > 20
 
 
+def source_of(stream: TrainerStream, *items: Any) -> RolloutPeer:
+    """A rollout that is here, and of which these items have come."""
+    door, source = stream._listener, RolloutPeer(TrainerSession(bytes(16)), connection=Mock())
+    source.lanes, source.life, source.session.taken = {0}, PeerLife.HERE, 9
+    door.sources[bytes(16)] = source
+    door.come.add(bytes(16))
+    door.arrived += [ArrivedItem(source, number, item, None) for number, item in enumerate(items, 1)]
+    return source
+
+
 def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
     """Take items, and have an interrupt come before a line; False: there are fewer."""
     stream = trainer()
-    stream._rounds, door = rounds, stream._listener
-    source = door.sources[bytes(16)] = RolloutPeer(TrainerSession(bytes(16)))
-    source.lanes, source.life = {0}, PeerLife.HERE
-    source.session.taken = 9
-    door.come.add(bytes(16))
-    door.arrived += [ArrivedItem(source, number, {}, None) for number in range(1, 5)]
+    source, door = source_of(stream, *[{}] * 4), stream._listener
+    stream._rounds = rounds
     left, taken = lines, list[int]()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -152,15 +158,9 @@ def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
 
 def test_what_is_left_out_before_a_batch_that_fails_is_done_with_together_with_the_next() -> None:
     with trainer() as stream:
-        source = RolloutPeer(TrainerSession(bytes(16)))
-        source.lanes, source.life, source.session.taken, source.connection = {0}, PeerLife.HERE, 2, Mock()
-        door, stream._item_maker = stream._listener, Mock(**{"item_of.side_effect": RunError("none")})
-        door.come.add(bytes(16))
-        door.sources[bytes(16)], stream._rounds = source, ItemRounds(2, by_lane=False)
-        door.arrived += [
-            ArrivedItem(source, number, Mock(spec=RolloutFragment, lane=0, is_empty=is_empty), None)
-            for number, is_empty in [(1, True), (2, False)]
-        ]
+        source = source_of(stream, *(Mock(spec=RolloutFragment, lane=0, is_empty=each) for each in (True, False)))
+        stream._item_maker = Mock(**{"item_of.side_effect": RunError("none")})
+        stream._rounds = ItemRounds(2, by_lane=False)
         for _ in range(2):
             with pytest.raises(RunError, match="none"):
                 stream._try_next(WaitReminder(None))
@@ -173,4 +173,4 @@ def test_what_is_left_out_before_a_batch_that_fails_is_done_with_together_with_t
         stream._item_maker.item_of.side_effect = [None]  # a batch without steps
         stream._try_next(WaitReminder(None))
         assert (source.session.done, source.session.kept) == (2, 2)
-        door.sources.clear()
+        stream._listener.sources.clear()

@@ -228,17 +228,13 @@ def test_an_agent_in_a_gap_without_an_action_ends_with_what_it_has() -> None:
     assert episode.get_return(include_hanging_rewards=True) == 2.0
 
 
-def test_an_end_may_be_told_again() -> None:
-    episode = pair()
-    step(episode, **ENDED)
-    step(episode, terminateds={"b": True})
-    assert len(episode) == 2
-
-
-def test_an_agent_that_ends_with_its_first_observation_leaves_no_trace() -> None:
+def test_an_end_may_be_told_again_and_one_with_the_first_observation_leaves_no_trace() -> None:
     episode = pair()
     step(episode, observations={"c": 1}, terminateds={"c": True})
     assert episode.agent_ids == {"a", "b"}
+    step(episode, **ENDED)
+    step(episode, terminateds={"b": True})
+    assert len(episode) == 3
 
 
 def test_all_ends_every_agent() -> None:

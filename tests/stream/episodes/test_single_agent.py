@@ -187,18 +187,14 @@ def test_an_episode_of_length_0_keeps_its_lists() -> None:
     assert episode.actions.data == []
 
 
-def test_steps_may_be_added_in_numpy_form() -> None:
-    episode = filled(2).to_numpy()
-    episode.add_env_step(3, 102, 2.5, {"at": 3}, extra_model_outputs={"logp": -2})
-    assert everything(episode) == everything(filled(3))
-
-
-def test_a_step_that_does_not_fit_the_arrays_is_refused_whole() -> None:
+def test_a_step_that_does_not_fit_the_arrays_is_refused_whole_and_one_that_does_is_added() -> None:
     episode = filled(2).to_numpy()
     before = everything(episode)
     with pytest.raises(ColumnError, match=r"episode 'e': 'logp': new data is int64\[2\], expected int64\[\]"):
         episode.add_env_step(3, 102, 2.5, extra_model_outputs={"logp": np.array([1, 2])})
     assert everything(episode) == before
+    episode.add_env_step(3, 102, 2.5, {"at": 3}, extra_model_outputs={"logp": -2})
+    assert everything(episode) == everything(filled(3))
 
 
 def test_a_first_step_that_is_refused_leaves_no_extra_output() -> None:

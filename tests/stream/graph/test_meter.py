@@ -108,12 +108,16 @@ def test_the_time_of_start_is_that_of_the_node_itself() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_reader_that_is_still_at_work_is_named() -> None:
+async def test_a_reader_that_is_still_at_work_is_named_and_nothing_counts_once_the_run_is_over() -> None:
     graph = row(output="out", source=three, same=lambda number: number)
     async with graph.run() as run:
         await run["out"].receive()
         spin(2_000_000)
         assert run.report().bottleneck == "caller"
+        assert [number async for number in run["out"]] == [1, 2]
+    report = run.report()
+    spin()
+    assert run.report() == report
 
 
 @pytest.mark.anyio
@@ -174,16 +178,6 @@ async def test_each_call_of_a_node_in_a_thread_counts_by_itself(tmp_path: Path) 
         await run.wait()
     assert len(run.counters.nodes["sink"].calls.recent) == 5
     assert [event["name"] for _, _, event in tracks(events_of(tmp_path / "run.trace"))["sink"]].count("sink") == 5
-
-
-@pytest.mark.anyio
-async def test_a_report_stands_still_once_the_run_is_over() -> None:
-    graph = row(output="out", source=three, same=lambda number: number)
-    async with graph.run() as run:
-        assert [number async for number in run["out"]] == [0, 1, 2]
-    report = run.report()
-    spin()
-    assert run.report() == report
 
 
 def meter(name: str, busy_ms: int, blocked_ms: int = 0, items: int = 1) -> NodeMeter:

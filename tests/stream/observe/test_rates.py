@@ -22,15 +22,12 @@ def test_rates_are_those_since_the_snapshot_before() -> None:
     assert found["elapsed_s"] == 6.0
 
 
-def test_without_one_before_they_are_those_since_the_beginning() -> None:
-    found = with_rates(snapshot(4.0, 20, 2.0, steps=400), None)
+def test_without_one_before_or_with_one_of_the_same_moment_they_are_those_since_the_beginning() -> None:
+    now = snapshot(4.0, 20, 2.0, steps=400)
+    found = with_rates(now, None)
     assert (found["nodes"]["env"]["items_per_s"], found["nodes"]["env"]["busy"]) == (5.0, 0.5)
     assert found["steps_per_s"] == 100.0
-
-
-def test_two_of_the_same_moment_have_those_since_the_beginning() -> None:
-    now = snapshot(4.0, 20, 2.0)
-    assert with_rates(now, now)["nodes"] == with_rates(now, None)["nodes"]
+    assert with_rates(now, now)["nodes"] == found["nodes"]
 
 
 def test_a_node_that_comes_up_later_counts_from_nothing() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from wire_ends import Ends, error_of, frame_as, refusing, running, running_agents
+from wire_ends import Ends, error_of, frame_as, refusing, running_agents
 from wire_messages import (
     OBSERVATION_SPACE,
     agent_rows,
@@ -284,11 +284,3 @@ def test_a_gateway_refuses_what_does_not_fit(answer: Any, told: str) -> None:
     ends.to_host()
     with pytest.raises(WireError, match=told):
         raise error_of(ends.gateway.receive(frame_as(answer), 0.0))
-
-
-def test_a_host_of_one_agent_gives_no_rows_of_several() -> None:
-    ends = running()
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
-    ends.to_host()
-    error = error_of(ends.gateway.receive(frame_as(first_agent_rows()), 0.0))
-    assert "agent_rows 1 of lane 0, expected rows or failed 1 of lane 0" in str(error)
