@@ -313,22 +313,20 @@ def test_a_module_that_lacks_something_is_refused(module: Any, told: str) -> Non
         traced(episode([1, 2]), module=module)
 
 
-def test_episodes_without_log_probabilities_are_refused() -> None:
-    bare = SingleAgentEpisode(observations=[0, 1], actions=[0], rewards=[1.0], len_lookback_buffer=0)
-    with pytest.raises(ModuleError, match=r"VTrace needs 'action_logp', .* but the episodes have none; .*: none"):
-        traced(bare)
+BARE = SingleAgentEpisode(observations=[0, 1], actions=[0], rewards=[1.0], len_lookback_buffer=0)
 
 
 @pytest.mark.parametrize(
-    ("given", "batch", "name"),
+    ("given", "batch", "told"),
     [
-        (episode([1, 2]), {"rewards": np.ones((2, 1))}, "rewards"),
-        (episode([1, 2], logp=np.zeros(1)), {}, "action_logp"),  # type: ignore[arg-type]
+        (BARE, {}, r"VTrace needs 'action_logp', .* but the episodes have none; .*: none"),
+        (episode([1, 2]), {"rewards": np.ones((2, 1))}, r"'rewards' has shape \[2, 1\], expected \[2\]: one"),
+        (episode([1, 2], logp=np.zeros(1)), {}, r"'action_logp' has shape \[2, 1\], expected \[2\]: one"),  # type: ignore[arg-type]
     ],
-    ids=["rewards", "log-probabilities"],
+    ids=["no log-probabilities", "rewards", "log-probabilities"],
 )
-def test_numbers_with_an_axis_too_many_are_refused(given: Any, batch: dict[str, Any], name: str) -> None:
-    with pytest.raises((ConnectorError, ModuleError), match=rf"'{name}' has shape \[2, 1\], expected \[2\]: one"):
+def test_numbers_that_are_missing_or_have_an_axis_too_many_are_refused(given: Any, batch: Any, told: str) -> None:
+    with pytest.raises((ConnectorError, ModuleError), match=told):
         batch_of(VTrace(), given, module=Tens(), batch=batch)
 
 

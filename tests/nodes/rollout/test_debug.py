@@ -91,36 +91,26 @@ def test_an_error_with_several_agents_says_in_which_piece_lane_and_step(pipeline
     assert any(re.search(r"lane [01], vector step [12]", note) for note in raised.value.__notes__)
 
 
+STEP, BATCH = "lane 0, vector step 2", "lane 0, vector steps 16 to 24, lane 1, vector steps 16 to 24"
+
+
 @pytest.mark.parametrize(
-    ("pipeline", "notes"),
+    ("pipeline", "calls", "place", "where"),
     [
-        (
-            "env_to_module_connector",
-            ["in connector piece 'Watches' (1 of 4 in EnvToModulePipeline)", "lane 0, vector step 2"],
-        ),
-        (
-            "module_to_env_connector",
-            ["in connector piece 'Watches' (4 of 6 in ModuleToEnvPipeline)", "lane 0, vector step 2"],
-        ),
-        (
-            "learner_connector",
-            [
-                "in connector piece 'Watches' (1 of 5 in LearnerConnectorPipeline)",
-                "in the train batch of lane 0, vector steps 16 to 24, lane 1, vector steps 16 to 24",
-            ],
-        ),
+        ("env_to_module", 5, "1 of 4 in EnvToModulePipeline", STEP),
+        ("module_to_env", 5, "4 of 6 in ModuleToEnvPipeline", STEP),
+        ("learner", 3, "1 of 5 in LearnerConnectorPipeline", f"in the train batch of {BATCH}"),
     ],
 )
-def test_an_error_says_in_which_piece_lane_and_step(pipeline: str, notes: list[str]) -> None:
-    calls = 3 if pipeline == "learner_connector" else 5  # the third batch, or lane 0's third step
-    options: dict[str, Any] = {pipeline: lambda *given: Watches(calls), "fragment_length": 8, "debug": True}
+def test_an_error_says_in_which_piece_lane_and_step(pipeline: str, calls: int, place: str, where: str) -> None:
+    """In the third batch, or in lane 0's third step."""
+    options: dict[str, Any] = {f"{pipeline}_connector": lambda *given: Watches(calls), "fragment_length": 8, **THREADED}
     with (
         pytest.raises(ZeroDivisionError) as raised,
-        Rollout(numbered_envs(4)[1], module=NumberedModule(), **options, **THREADED) as rollout,
+        Rollout(numbered_envs(4)[1], module=NumberedModule(), debug=True, **options) as rollout,
     ):
-        for _ in rollout.batches():
-            pass
-    assert raised.value.__notes__[: len(notes)] == notes
+        list(rollout.batches())
+    assert raised.value.__notes__[:2] == [f"in connector piece 'Watches' ({place})", where]
 
 
 def test_an_error_in_the_module_says_what_it_was_given() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import anyio
 import pytest
 from drawn_agents import Drawn, made
+from graph_rows import row
 from leftovers import join_loop_workers, nothing_left
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import Breaks
 from serial_module import BreakingModule
 from ways import end, end_async, end_in_graph, graph_with
 
-from rollflow import Forward, Graph, Rollout
+from rollflow import Forward, Rollout
 from rollflow.stream import Inlet
 
 DRAWN = Drawn(3, 2, 4, 1, 9, False, 4, 1, True, 11)
@@ -134,10 +135,7 @@ async def test_a_stalled_sink_stops_the_environments(several: bool) -> None:
             await fragments.receive()
             await stalled.wait()
 
-    graph = Graph("stalled")
-    graph.add(rollout=rollout, sink=Stalled())
-    graph.connect("rollout.fragments", "sink", capacity=3)
-    async with graph.run():
+    async with row(rollout=rollout, sink=Stalled(), capacity=3).run():
         await anyio.wait_all_tasks_blocked()
         steps = rollout.num_steps
         # One with the sink, three in the channel, and one that waits; the lanes fill theirs in turn.

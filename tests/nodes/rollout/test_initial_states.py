@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from feeding_rollouts import fed, trainer
+from places import PLACES
 from replayed import write_dataset
 from small_env import SmallEnv
 
@@ -120,19 +121,16 @@ def check_fragments(fragments: list[Any], *, several: bool = False) -> None:
             assert type(episode).from_state(episode.get_state()).initial_state["s"][0].tolist() == [1000.0]
 
 
-PLACES: dict[str, dict[str, Any]] = {
-    "inline": {},
+WAYS: dict[str, dict[str, Any]] = {
+    **PLACES,
     "next step": {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP},
     "lanes": {"lanes": 2},
-    "threads": {"where": "threads"},
-    "processes": {"where": "processes", "workers": 1},
-    "rollouts": {"where": "rollouts", "workers": 1},
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_fragments_of_one_agent(place: str) -> None:
-    with rollout(**PLACES[place]) as made:
+@pytest.mark.parametrize("way", WAYS)
+def test_fragments_of_one_agent(way: str) -> None:
+    with rollout(**WAYS[way]) as made:
         fragments = list(made.fragments())
     check_fragments(fragments)
     module = Remembers(SEEN, CHOSEN)

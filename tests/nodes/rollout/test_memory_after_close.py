@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from feeding_rollouts import agents_rollout_over, fed, trainer
+from graph_rows import row
 from leftovers import join_loop_workers, shared_mappings
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
@@ -22,7 +23,7 @@ from remote_rollouts import makers, rollouts_on
 from small_env import SmallEnv
 from ways import LoopError, end, end_async, end_in_graph, graph_with
 
-from rollflow import Forward, Fragment, Graph, RemoteRollouts, Replay, Rollout
+from rollflow import Forward, Fragment, RemoteRollouts, Replay, Rollout
 from rollflow.stream import Inlet
 from rollflow.stream.data.blocks import root_of
 from rollflow.stream.data.column import Column
@@ -256,9 +257,7 @@ def test_a_replay_keeps_no_fragment_and_no_rollout(memory: Memory, monkeypatch: 
     monkeypatch.setattr(Fragment, "__init__", init)
     rollout = rollout_of()
     replay = Replay(1000, batch_size=8)
-    graph = Graph("replay")
-    graph.connect(rollout.fragments, replay)
-    graph.output("batches", "replay")
+    graph = row(rollout=rollout, replay=replay, output="batches")
     anyio.run(end_in_graph, graph, "left", 1)
     ref = weakref.ref(rollout)
     del rollout, graph

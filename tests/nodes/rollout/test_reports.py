@@ -6,15 +6,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from graph_rows import once, row
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
 from serial_module import SerialModule
 from stalled_rollouts import await_bottleneck
 
-from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow import MultiAgentRollout, Rollout
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.stream import Outlet, Report
+from rollflow.stream import Report
 from rollflow.stream.graph.meter import CallTimes
 
 
@@ -74,13 +75,7 @@ async def test_a_synchronous_node_that_hangs_holds_a_graph_on_an_event_loop_back
         with ThreadPoolExecutor(1) as pool:
             reports.append(pool.submit(await_bottleneck, run.report, "slow").result())
 
-    async def source(numbers: Outlet[int]) -> None:
-        await numbers.send(1)
-
-    graph = Graph("slow")
-    graph.add(source=source, slow=slow)
-    graph.connect("source", "slow", capacity=1)
-    async with graph.run() as run:
+    async with row(source=once, slow=slow, capacity=1).run() as run:
         await run.wait()
     assert [report.bottleneck for report in reports] == ["slow"]
 
@@ -121,13 +116,7 @@ def test_a_reader_that_finds_the_counts_ended_meanwhile_is_not_busy(
 
 @pytest.mark.anyio
 async def test_what_a_reader_does_after_the_last_item_is_not_the_graphs() -> None:
-    async def source(numbers: Outlet[int]) -> None:
-        await numbers.send(1)
-
-    graph = Graph("short")
-    graph.add(source=source)
-    graph.output("out", "source")
-    async with graph.run() as run:
+    async with row(source=once, output="out").run() as run:
         assert [item async for item in run["out"]] == [1]
         [before] = [node.busy_s for node in run.report().nodes if node.name == "caller"]
         now = time.perf_counter()

@@ -24,6 +24,7 @@ from rollflow.stream import Inlet
 from rollflow.stream.data.errors import GraphError
 
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
+AGENTS = [partial(NumberedAgents, number, nested=0) for number in range(2)]
 KILLED = """
 import sys
 from rollflow import Rollout, Watch
@@ -45,8 +46,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     def run(place: str) -> tuple[list[Event], dict[str, Any]]:
         path = tmp_path_factory.mktemp("trace") / "run.trace"
         options: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0, "watch": Watch(trace=str(path))}
-        acts = {"module": NumberedModule()}
-        with rollout_at(place, ENVS, envs={"lanes": 2}, acts=acts, **options) as rollout, rollout:
+        several, place = place.startswith("agents "), place.removeprefix("agents ")
+        options |= {"kind": MultiAgentRollout if several else Rollout, "envs": {"lanes": 2}}
+        acts = {"module": SerialModule() if several else NumberedModule()}
+        with rollout_at(place, AGENTS if several else ENVS, acts=acts, **options) as rollout, rollout:
             assert len(list(rollout.batches())) == 3
             nodes = rollout.report().as_dict()["nodes"]
         return events_of(path), nodes
@@ -54,7 +57,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     return run
 
 
-@pytest.mark.parametrize("place", [*PLACES, "hosts", "hosted rollouts"])
+@pytest.mark.parametrize("place", [*PLACES, "hosts", "hosted rollouts", "agents inline", "agents threads"])
 def test_spans_nest_and_arrows_lead_to_the_update_that_used_a_fragment(traced: Traced, place: str) -> None:
     events, _ = traced(place)
     assert_nested(events)
@@ -91,19 +94,6 @@ def test_a_lane_has_what_was_done_for_it_elsewhere(traced: Traced, place: str, d
         named = [event["name"] for _, _, event in spans[f"lane {lane}"]]
         assert named.count(does) == (24 if does == "step" else 3)
         assert named.count("reset") == (does == "step")
-
-
-@pytest.mark.parametrize("where", ["inline", "threads"])
-def test_a_rollout_of_several_agents_is_traced(tmp_path: Path, where: Any) -> None:
-    makers = [partial(NumberedAgents, slot, nested=0) for slot in range(2)]
-    options: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "lanes": 2, "where": where}
-    with MultiAgentRollout(
-        makers, module=SerialModule(), watch=Watch(trace=str(tmp_path / "run.trace")), **options
-    ) as rollout:
-        assert len(list(rollout.batches())) == 3
-    events = events_of(tmp_path / "run.trace")
-    assert_nested(events)
-    assert [ends for _, ends in sorted(flows(events).items())] == [[("caller", f"update {n}")] for n in (0, 1, 2)] * 2
 
 
 class Sink:

@@ -393,28 +393,6 @@ INITIAL = 1000.0
 MAX_SEQ_LEN = 3
 
 
-class Chosen(NamedTuple):
-    """Random settings of a rollout whose environments mask actions."""
-
-    longest: int
-    slots: int
-    lanes: int
-    fragment_length: int
-    prefetch: int
-    seed: int
-
-
-chosen_settings = st.builds(
-    Chosen,
-    longest=st.integers(1, 9),
-    slots=st.integers(1, 4),
-    lanes=st.integers(1, 2),
-    fragment_length=st.integers(1, 8),
-    prefetch=st.integers(0, 1),
-    seed=st.integers(0, 2**32 - 1),
-).filter(lambda drawn: drawn.lanes <= drawn.slots)
-
-
 class Counting(RLModule):
     """Prefers the first actions that the mask allows; its state begins at `INITIAL` and counts the episode's steps."""
 
@@ -436,8 +414,8 @@ def explore(env: Any) -> ConnectorV2:
     return EpsilonGreedy(schedule=epsilon)
 
 
-def check_choices(place: str, drawn: Chosen) -> None:
-    makers = [partial(MaskedEnv, slot, drawn.longest) for slot in range(drawn.slots)]
+def check_choices(place: str, drawn: Setting) -> None:
+    makers = [partial(MaskedEnv, slot, drawn.form.longest) for slot in range(drawn.slots)]
     acts: dict[str, Any] = {
         "module": Counting(model_config={"max_seq_len": MAX_SEQ_LEN}),
         "module_to_env_connector": explore,
@@ -468,7 +446,7 @@ def check_choices(place: str, drawn: Chosen) -> None:
     check_stored(fragments, drawn)
 
 
-def check_stored(fragments: list[Any], drawn: Chosen) -> None:
+def check_stored(fragments: list[Any], drawn: Setting) -> None:
     """Assert that a replay and a dataset give the states that acted."""
     replay = Replay(1024, sampler=Sequences(2), batch_size=64, seed=drawn.seed)
     with TemporaryDirectory() as folder:
@@ -487,4 +465,4 @@ def check_stored(fragments: list[Any], drawn: Chosen) -> None:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("place", PLACES)
 def test_masks_schedules_and_states_hold(place: str) -> None:
-    in_place(place, chosen_settings)(lambda drawn: check_choices(place, drawn))
+    in_place(place, drawn_settings)(lambda drawn: check_choices(place, drawn))
