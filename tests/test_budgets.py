@@ -18,45 +18,45 @@ LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
-    "cli": (1200, 2),
+    "cli": (1235, 4),  # filmed environments, from nodes/env
     "nodes": (165, 0),  # keywords checked in one place
     "nodes/connectors": (595, 6),  # named pieces, which stood in alpha and in pipelines
     "nodes/connectors/alpha": (470, 22),
     "nodes/connectors/common": (663, 10),
     "nodes/connectors/env_to_module": (529, 9),
     "nodes/connectors/learner": (563, 11),
-    "nodes/connectors/module_to_env": (605, 13),  # log-probabilities that are not finite refused
-    "nodes/connectors/pipelines": (1063, 15),  # actions of a Box fused; names of pieces, from nodes/connectors
-    "nodes/env": (1937, 27),  # environments of several agents, which stood in nodes/env/multi_agent
-    "nodes/env/remote": (1764, 21),  # a lane on a host is its own record
-    "nodes/env/workers": (1832, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
-    "nodes/external": (242, 3),  # an address checked before the thread starts
-    "nodes/launch": (417, 9),
-    "nodes/logs": (745, 13),
-    "nodes/metrics": (614, 11),
-    "nodes/modules": (1682, 33),  # passes over a dict of tensors found, densities by numpy
-    "nodes/offloaded": (1949, 38),
-    "nodes/policies": (2604, 17),  # policies of several agents, saved together
-    "nodes/rollout": (1605, 21),
-    "nodes/stages": (2009, 26),  # first actions held against their spaces
-    "policy": (401, 3),  # observations and sessions counted; the package asked for when a client is made
-    "policy/serving": (888, 21),
+    "nodes/connectors/module_to_env": (609, 13),  # logits found usable in one look
+    "nodes/connectors/pipelines": (1105, 15),  # own pieces named in errors; tensors of a fragment's rows made at once
+    "nodes/env": (1848, 26),  # environments of several agents, which stood in nodes/env/multi_agent
+    "nodes/env/remote": (1701, 19),  # a lane on a host is its own record
+    "nodes/env/workers": (1818, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
+    "nodes/external": (238, 3),  # an address checked before the thread starts
+    "nodes/launch": (380, 9),
+    "nodes/logs": (737, 13),
+    "nodes/metrics": (592, 11),
+    "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
+    "nodes/offloaded": (1908, 36),
+    "nodes/policies": (2629, 17),  # an evaluation refuses what a rollout refuses
+    "nodes/rollout": (1574, 21),
+    "nodes/stages": (2011, 26),  # rewards that are not finite refused
+    "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
+    "policy/serving": (893, 21),
     "rollflow": (102, 0),
-    "sinks": (93, 1),  # the locked folder of replays and datasets
-    "sinks/datasets": (2005, 25),
+    "sinks": (92, 1),  # the locked folder of replays and datasets
+    "sinks/datasets": (1977, 25),
     "sinks/learner": (87, 4),
-    "sinks/replay": (2241, 33),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2896, 31),
+    "sinks/replay": (2226, 32),  # clients of a host bounded; a task that waits for a replay is woken
+    "sinks/trainer": (2863, 31),
     "stream": (64, 0),
-    "stream/data": (1292, 34),  # closing, from nodes, and spaces of agents; memory checks, from stream/observe
-    "stream/episodes": (1723, 12),
-    "stream/fragments": (1313, 24),  # infos of several agents
-    "stream/graph": (2655, 40),  # tasks that read several outputs
-    "stream/multi_agent": (1302, 15),  # whole episodes, and slots of agents, which stood in nodes/env
-    "stream/net": (862, 13),  # an end's address, secret and TLS checked once
-    "stream/observe": (1264, 19),
+    "stream/data": (1373, 35),  # closing, columns of dicts, packages that are missing, callers warned
+    "stream/episodes": (1679, 13),
+    "stream/fragments": (1320, 23),  # infos of several agents
+    "stream/graph": (2638, 40),  # tasks that read several outputs
+    "stream/multi_agent": (1296, 15),  # whole episodes, and slots of agents, which stood in nodes/env
+    "stream/net": (857, 12),  # an end's address, secret and TLS checked once
+    "stream/observe": (1255, 19),
     "stream/wire": (1077, 24),
-    "stream/wire/codec": (1268, 38),
+    "stream/wire/codec": (1191, 39),
 }
 PUBLIC_NAMES = {
     "rollflow": 31,

@@ -94,7 +94,7 @@ def test_a_host_that_is_closed_waits_for_no_fragment(tmp_path: Path) -> None:
         closing.join(LONGEST_S)
         assert not closing.is_alive()
     assert all(is_closed(tmp_path, slot) for slot in range(2))
-    assert [env.life for lane in host._lanes for env in lane.env.envs] == [5, 5]
+    assert [env.life for lane in host._lanes for env in lane.env.env.envs] == [5, 5]
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) 
         await_that(lambda: host._lanes[0].session.grant is None)
         let_go(tmp_path, 0)
         jobs = host._threads[0]._jobs
-        await_that(lambda: not jobs.qsize() and host._lanes[0].env.envs[0].life == 5)
+        await_that(lambda: not jobs.qsize() and host._lanes[0].env.env.envs[0].life == 5)
     check_counts([], rollout)
-    assert host._lanes[0].env.envs[0].life == 5
+    assert host._lanes[0].env.env.envs[0].life == 5
 
 
 PROGRAM = """
