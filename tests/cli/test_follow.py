@@ -4,6 +4,7 @@ import queue
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,31 +44,25 @@ def secret(tmp_path: Path) -> Path:
 def asking(url: str, count: int = 3) -> Iterator["queue.Queue[tuple[int, float]]"]:
     """Clients that ask all the time, each for itself: versions of weights, and offsets of the actions, as they come."""
     answers: queue.Queue[tuple[int, float]] = queue.Queue()
-    failures: list[BaseException] = []
     is_over = threading.Event()
 
     def ask(number: int) -> None:
-        try:
-            with httpx.Client(base_url=url) as client:
-                while not is_over.is_set():
-                    answer = client.post("/v1/policies/echo/act", json={"observation": [number, 0]})
-                    assert answer.status_code == 200, answer.text
-                    body = answer.json()
-                    assert body["action"][0] == number
-                    answers.put((body["weights"], body["action"][1]))
-        except BaseException as error:
-            failures.append(error)
+        with httpx.Client(base_url=url) as client:
+            while not is_over.is_set():
+                answer = client.post("/v1/policies/echo/act", json={"observation": [number, 0]})
+                assert answer.status_code == 200, answer.text
+                body = answer.json()
+                assert body["action"][0] == number
+                answers.put((body["weights"], body["action"][1]))
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield answers
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(count) as threads:
+        asking = [threads.submit(ask, number) for number in range(count)]
+        try:
+            yield answers
+        finally:
+            is_over.set()
+    for each in asking:
+        each.result()
 
 
 def await_answer(answers: "queue.Queue[tuple[int, float]]", expected: tuple[int, float]) -> set[tuple[int, float]]:

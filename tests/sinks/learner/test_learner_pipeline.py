@@ -28,23 +28,15 @@ async def batches_of(rollout: Any, **options: Any) -> list[Any]:
         return [batch async for batch in run["batches"]]
 
 
-def numbered_rollout(**options: Any) -> Rollout:
-    return Rollout(numbered_envs(4)[1], **{"module": NumberedModule(), "fragment_length": 6, "seed": 0, **options})
+def numbered_rollout(**options: Any) -> tuple[list[Any], Rollout]:
+    envs, makers = numbered_envs(4)
+    return envs, Rollout(makers, **{"module": NumberedModule(), "fragment_length": 6, "seed": 0, **options})
 
 
 async def test_batches_are_made_off_the_rollouts_thread_and_hold_every_transition() -> None:
-    envs, makers = numbered_envs(5)
     called_in: list[int] = []
     piece = LambdaConnector(lambda: called_in.append(threading.get_ident()))
-    rollout = Rollout(
-        makers,
-        module=NumberedModule(),
-        fragment_length=6,
-        lanes=2,
-        seed=0,
-        num_fragments=5,
-        learner_connector=lambda obs, act: piece,
-    )
+    envs, rollout = numbered_rollout(lanes=2, num_fragments=5, learner_connector=lambda obs, act: piece)
     batches = await batches_of(rollout)
     assert threading.get_ident() not in called_in
     assert len(batches) == 10
@@ -53,14 +45,14 @@ async def test_batches_are_made_off_the_rollouts_thread_and_hold_every_transitio
 
 
 async def test_several_fragments_make_one_batch_and_the_last_may_be_of_fewer() -> None:
-    batches = await batches_of(numbered_rollout(num_fragments=5), fragments_per_batch=2)
+    batches = await batches_of(numbered_rollout(num_fragments=5)[1], fragments_per_batch=2)
     assert [len(batch["obs"]) for batch in batches] == [48, 48, 24]
     batches = await batches_of(rollout_of(modules_to_train=["b"]), fragments_per_batch=2)
     assert [list(batch) for batch in batches] == [["b"]] * 3
 
 
 async def test_fragments_that_are_too_old_are_left_out() -> None:
-    rollout = numbered_rollout(num_fragments=4)
+    _, rollout = numbered_rollout(num_fragments=4)
     weights = PolicyWeights(rollout.module)
     weights.publish(rollout.module.state_dict())
     lag = LagBound(lambda: {"": weights.version}, 0)
@@ -69,8 +61,7 @@ async def test_fragments_that_are_too_old_are_left_out() -> None:
 
 
 async def test_a_learner_that_fails_ends_the_run_by_name() -> None:
-    envs, makers = numbered_envs(4)
-    rollout = Rollout(makers, module=NumberedModule(), seed=0, learner_connector=lambda obs, act: Breaks(at=1))
+    envs, rollout = numbered_rollout(fragment_length=128, learner_connector=lambda obs, act: Breaks(at=1))
     with pytest.raises(ZeroDivisionError, match="no more") as raised:
         await batches_of(rollout)
     assert raised.value.__notes__ == [

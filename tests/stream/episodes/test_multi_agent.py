@@ -10,6 +10,16 @@ from rollflow import MultiAgentEpisode
 from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError
 
 
+@pytest.fixture
+def episode() -> MultiAgentEpisode:
+    return pair()
+
+
+@pytest.fixture
+def whole() -> MultiAgentEpisode:
+    return gapped()
+
+
 def step(episode: MultiAgentEpisode, **given: Any) -> None:
     """An env step of which only what is interesting is told."""
     episode.add_env_step(**{"observations": {}, "actions": {}, "rewards": {}, **given})
@@ -170,8 +180,7 @@ def pair() -> MultiAgentEpisode:
     return episode
 
 
-def test_an_observation_and_an_action_are_a_whole_step() -> None:
-    episode = pair()
+def test_an_observation_and_an_action_are_a_whole_step(episode: MultiAgentEpisode) -> None:
     step(episode, observations={"a": 1, "b": 1}, actions={"a": 5, "b": 6}, rewards={"a": 1.0, "b": 2.0})
     assert (episode.get_actions(), episode.get_rewards()) == ({"a": [5], "b": [6]}, {"a": [1.0], "b": [2.0]})
     with pytest.raises(EpisodeError, match="agent 'b' at env step 1: it acted and has an observation, but no reward"):
@@ -179,8 +188,7 @@ def test_an_observation_and_an_action_are_a_whole_step() -> None:
     assert (len(episode), episode.get_observations(-1)) == (1, {"a": 1, "b": 1})
 
 
-def test_an_action_without_observation_hangs_with_all_that_belongs_to_it() -> None:
-    episode = pair()
+def test_an_action_without_observation_hangs_with_all_that_belongs_to_it(episode: MultiAgentEpisode) -> None:
     step(episode, actions={"b": 6}, rewards={"b": 1.0}, extra_model_outputs={"b": {"v": 3}})
     assert (len(episode.agent_episodes["b"]), episode.get_actions(-1)) == (0, {"b": 6})
     assert episode.get_extra_model_outputs("v", -1) == {"b": 3}
@@ -210,8 +218,9 @@ MORE: list[dict[str, Any]] = [{name: {"b": 1.0}} for name in ("observations", "a
         ),
     ],
 )
-def test_an_agent_that_can_not_take_an_env_step_refuses_it(steps: list[dict[str, Any]], told: str) -> None:
-    episode = pair()
+def test_an_agent_that_can_not_take_an_env_step_refuses_it(
+    episode: MultiAgentEpisode, steps: list[dict[str, Any]], told: str
+) -> None:
     for each in steps[:-1]:
         step(episode, **each)
     with pytest.raises(EpisodeError, match=f"episode 'e': agent .*{told}"):
@@ -219,8 +228,7 @@ def test_an_agent_that_can_not_take_an_env_step_refuses_it(steps: list[dict[str,
     assert len(episode) == len(steps) - 1
 
 
-def test_an_agent_in_a_gap_without_an_action_ends_with_what_it_has() -> None:
-    episode = pair()
+def test_an_agent_in_a_gap_without_an_action_ends_with_what_it_has(episode: MultiAgentEpisode) -> None:
     step(episode, observations={"a": 1}, actions={"a": 1}, rewards={"a": 1.0, "b": 5.0})
     step(episode, observations={"a": 2}, actions={"a": 1}, rewards={"a": 1.0}, terminateds={"b": True})
     b = episode.agent_episodes["b"]
@@ -228,8 +236,9 @@ def test_an_agent_in_a_gap_without_an_action_ends_with_what_it_has() -> None:
     assert episode.get_return(include_hanging_rewards=True) == 2.0
 
 
-def test_an_end_may_be_told_again_and_one_with_the_first_observation_leaves_no_trace() -> None:
-    episode = pair()
+def test_an_end_may_be_told_again_and_one_with_the_first_observation_leaves_no_trace(
+    episode: MultiAgentEpisode,
+) -> None:
     step(episode, observations={"c": 1}, terminateds={"c": True})
     assert episode.agent_ids == {"a", "b"}
     step(episode, **ENDED)
@@ -237,8 +246,7 @@ def test_an_end_may_be_told_again_and_one_with_the_first_observation_leaves_no_t
     assert len(episode) == 3
 
 
-def test_all_ends_every_agent() -> None:
-    episode = pair()
+def test_all_ends_every_agent(episode: MultiAgentEpisode) -> None:
     step(episode, observations={"a": 1}, actions={"a": 1, "b": 2}, rewards={"a": 1.0}, terminateds={"__all__": True})
     assert episode.get_terminateds() == {"a": True, "b": True, "__all__": True}
     assert episode.get_truncateds() == {"a": False, "b": False, "__all__": False}
@@ -248,8 +256,9 @@ def test_all_ends_every_agent() -> None:
 
 @pytest.mark.parametrize("first", ["terminateds", "truncateds"])
 @pytest.mark.parametrize("second", ["terminateds", "truncateds"])
-def test_an_episode_ends_with_its_last_agent_and_as_it_does(first: str, second: str) -> None:
-    episode = pair()
+def test_an_episode_ends_with_its_last_agent_and_as_it_does(
+    episode: MultiAgentEpisode, first: str, second: str
+) -> None:
     both = {"a": 1, "b": 1}
     step(episode, observations=both, actions=both, rewards=both, **{first: {"a": True}})
     assert not episode.is_done
@@ -271,11 +280,10 @@ def test_a_step_that_is_refused_adds_nothing() -> None:
     assert repr(episode.get_state()) == before
 
 
-def test_extra_outputs_that_change_are_refused_when_the_agent_acts() -> None:
-    episode = gapped()
-    step(episode, observations={"b": 103})
+def test_extra_outputs_that_change_are_refused_when_the_agent_acts(whole: MultiAgentEpisode) -> None:
+    step(whole, observations={"b": 103})
     with pytest.raises(EpisodeError, match=r"agent 'b' at env step 4: .*extra_model_outputs \['w'\] at step 2"):
-        step(episode, actions={"b": 113}, extra_model_outputs={"b": {"w": 1}})
+        step(whole, actions={"b": 113}, extra_model_outputs={"b": {"w": 1}})
 
 
 # Getters
@@ -311,22 +319,20 @@ def test_an_index_outside_is_refused() -> None:
         gapped().get_actions(-1, env_steps=False)
 
 
-def test_return_list_gives_a_dict_for_each_env_step() -> None:
-    episode = gapped()
-    assert episode.get_observations(return_list=True)[:3] == [{"a": 0, "b": 100}, {"a": 1}, {"a": 2, "b": 102}]
-    assert episode.get_observations(1, return_list=True) == [{"a": 1}]
+def test_return_list_gives_a_dict_for_each_env_step(whole: MultiAgentEpisode) -> None:
+    assert whole.get_observations(return_list=True)[:3] == [{"a": 0, "b": 100}, {"a": 1}, {"a": 2, "b": 102}]
+    assert whole.get_observations(1, return_list=True) == [{"a": 1}]
     with pytest.raises(ValueError, match="return_list on 'observations' lists env steps"):
-        episode.get_observations(return_list=True, env_steps=False)
+        whole.get_observations(return_list=True, env_steps=False)
 
 
-def test_without_a_key_all_extra_outputs_come() -> None:
-    episode = gapped()
-    assert episode.get_extra_model_outputs() == {"a": {"v": [-1, -3, -4]}, "b": {"v": [-2, -5]}}
-    assert episode.get_extra_model_outputs(indices=1) == {"a": {"v": -3}}
-    assert episode.get_extra_model_outputs(return_list=True)[1:] == [{"a": {"v": -3}}, {"a": {"v": -4}, "b": {"v": -5}}]
-    assert episode.get_extra_model_outputs(env_steps=False) == {"a": {"v": [-1, -3, -4]}, "b": {"v": [-2]}}
+def test_without_a_key_all_extra_outputs_come(whole: MultiAgentEpisode) -> None:
+    assert whole.get_extra_model_outputs() == {"a": {"v": [-1, -3, -4]}, "b": {"v": [-2, -5]}}
+    assert whole.get_extra_model_outputs(indices=1) == {"a": {"v": -3}}
+    assert whole.get_extra_model_outputs(return_list=True)[1:] == [{"a": {"v": -3}}, {"a": {"v": -4}, "b": {"v": -5}}]
+    assert whole.get_extra_model_outputs(env_steps=False) == {"a": {"v": [-1, -3, -4]}, "b": {"v": [-2]}}
     with pytest.raises(KeyError, match=r"episode 'e' has no extra output 'w'; there are: \['v'\]"):
-        episode.get_extra_model_outputs("w")
+        whole.get_extra_model_outputs("w")
     assert (pair().get_extra_model_outputs(), pair().get_extra_model_outputs(return_list=True)) == ({}, [])
 
 
@@ -361,10 +367,10 @@ def test_an_episode_of_arrays_goes_on_as_arrays() -> None:
     step(episode, observations={"b": 1, "c": 7})
     assert episode.agent_episodes["b"].is_numpy
     assert isinstance(episode.get_observations()["c"], np.ndarray)
+    assert gapped().to_numpy()[1:3].is_numpy
 
 
-def test_rewards_may_be_vectors() -> None:
-    episode = pair()
+def test_rewards_may_be_vectors(episode: MultiAgentEpisode) -> None:
     one = np.ones(2)
     step(episode, observations={"a": 1, "b": 1}, actions={"a": 5, "b": 6}, rewards={"a": one, "b": one})
     episode.to_numpy()
@@ -376,25 +382,23 @@ def test_rewards_may_be_vectors() -> None:
 # Setters
 
 
-def test_setters_replace_at_agents_own_steps() -> None:
-    episode = gapped()
-    episode.set_observations(new_data={"a": 7, "b": 8}, at_indices=-1)
-    episode.set_actions(new_data={"b": [1]})
-    episode.set_rewards(new_data={"a": [5.0, 6.0]}, at_indices=slice(0, 2))
-    episode.set_extra_model_outputs(key="v", new_data={"b": 9}, at_indices=0)
-    assert episode.get_observations(env_steps=False) == {"a": [0, 1, 2, 7], "b": [100, 8], "c": [203]}
-    assert episode.get_actions(0) == {"a": 10, "b": 1}
-    assert episode.get_rewards(slice(0, 2)) == {"a": [5.0, 6.0], "b": [1.0]}
-    assert episode.get_extra_model_outputs("v", 0) == {"a": -1, "b": 9}
+def test_setters_replace_at_agents_own_steps(whole: MultiAgentEpisode) -> None:
+    whole.set_observations(new_data={"a": 7, "b": 8}, at_indices=-1)
+    whole.set_actions(new_data={"b": [1]})
+    whole.set_rewards(new_data={"a": [5.0, 6.0]}, at_indices=slice(0, 2))
+    whole.set_extra_model_outputs(key="v", new_data={"b": 9}, at_indices=0)
+    assert whole.get_observations(env_steps=False) == {"a": [0, 1, 2, 7], "b": [100, 8], "c": [203]}
+    assert whole.get_actions(0) == {"a": 10, "b": 1}
+    assert whole.get_rewards(slice(0, 2)) == {"a": [5.0, 6.0], "b": [1.0]}
+    assert whole.get_extra_model_outputs("v", 0) == {"a": -1, "b": 9}
     with pytest.raises(KeyError, match=r"episode 'e' has no agent 'x'; there are: \['a', 'b', 'c'\]"):
-        episode.set_rewards(new_data={"a": [0.0, 0.0, 0.0], "x": 1.0})
-    assert episode.get_rewards(0)["a"] == 5.0
+        whole.set_rewards(new_data={"a": [0.0, 0.0, 0.0], "x": 1.0})
+    assert whole.get_rewards(0)["a"] == 5.0
 
 
-def test_a_reward_that_was_set_anew_stays_whole_when_its_step_is_sliced() -> None:
-    episode = gapped()
-    episode.set_rewards(new_data={"b": 8.0}, at_indices=0)
-    head, tail = episode[:1], episode[1:]
+def test_a_reward_that_was_set_anew_stays_whole_when_its_step_is_sliced(whole: MultiAgentEpisode) -> None:
+    whole.set_rewards(new_data={"b": 8.0}, at_indices=0)
+    head, tail = whole[:1], whole[1:]
     assert (head.get_rewards(-1), tail.get_return(include_hanging_rewards=True)) == (
         {"a": 1.0, "b": 8.0},
         2.0 + 0.5 + 4.0,
@@ -406,15 +410,14 @@ def test_a_reward_that_was_set_anew_stays_whole_when_its_step_is_sliced() -> Non
 # Chunks
 
 
-def test_a_cut_chunk_begins_with_the_last_env_step() -> None:
-    episode = gapped()
-    chunk = episode.cut()
+def test_a_cut_chunk_begins_with_the_last_env_step(whole: MultiAgentEpisode) -> None:
+    chunk = whole.cut()
     assert (len(chunk), chunk.id_, chunk.env_t_started, chunk.env_t) == (0, "e", 3, 3)
     assert chunk.get_observations() == {"a": [3], "c": [203]}
     assert (chunk.agent_episodes["a"].t_started, chunk.agent_episodes["c"].t_started) == (3, 0)
-    assert chunk.agent_episode_ids == episode.agent_episode_ids
+    assert chunk.agent_episode_ids == whole.agent_episode_ids
     step(chunk, observations={"a": 4}, actions={"a": 13}, rewards={"a": 1.0}, extra_model_outputs={"a": {"v": 0}})
-    assert (len(episode), episode.get_observations(-1)) == (3, {"a": 3, "c": 203})
+    assert (len(whole), whole.get_observations(-1)) == (3, {"a": 3, "c": 203})
 
 
 def test_the_lookback_grows_for_an_action_that_hangs() -> None:
@@ -433,8 +436,7 @@ def test_the_lookback_grows_for_an_action_that_hangs() -> None:
     assert gapped().cut(9).get_observations(-4) == {"a": 0, "b": 100}
 
 
-def test_an_agent_in_a_gap_that_has_not_acted_begins_anew_after_a_cut() -> None:
-    episode = pair()
+def test_an_agent_in_a_gap_that_has_not_acted_begins_anew_after_a_cut(episode: MultiAgentEpisode) -> None:
     step(episode, observations={"a": 1}, actions={"a": 1}, rewards={"a": 1.0, "b": 2.0})
     chunk = episode.cut(5)
     assert (chunk.agent_ids, chunk.agent_episode_ids["b"]) == ({"a"}, episode.agent_episode_ids["b"])
@@ -445,8 +447,7 @@ def test_an_agent_in_a_gap_that_has_not_acted_begins_anew_after_a_cut() -> None:
     assert (chunk.get_return(), chunk.get_return(include_hanging_rewards=True)) == (0.0, 14.0)
 
 
-def test_agents_that_are_done_do_not_come_along() -> None:
-    episode = pair()
+def test_agents_that_are_done_do_not_come_along(episode: MultiAgentEpisode) -> None:
     step(episode, actions={"b": 6}, terminateds={"b": True})
     assert episode.cut(3).agent_ids == set()  # "a" is in a gap
     step(episode, terminateds={"__all__": True})
@@ -456,11 +457,10 @@ def test_agents_that_are_done_do_not_come_along() -> None:
         gapped().cut(-1)
 
 
-def test_custom_data_is_copied_along() -> None:
-    episode = gapped()
-    episode.custom_data["k"] = [1]
-    chunk, part = episode.cut(), episode[1:2]
-    episode.custom_data["k"].append(2)
+def test_custom_data_is_copied_along(whole: MultiAgentEpisode) -> None:
+    whole.custom_data["k"] = [1]
+    chunk, part = whole.cut(), whole[1:2]
+    whole.custom_data["k"].append(2)
     assert (chunk.custom_data, part.custom_data) == ({"k": [1]}, {"k": [1]})
 
 
@@ -486,14 +486,13 @@ def test_a_slice_starts_an_agent_with_its_first_observation_inside() -> None:
     assert part.get_observations() == {"a": [1, 2, 3], "b": [102], "c": [203]}
 
 
-def test_bounds_of_a_slice_are_clipped() -> None:
-    episode = gapped()
-    assert (len(episode[100:100]), episode[100:100].get_observations()) == (0, {"a": [3], "c": [203]})
-    assert (len(episode[-2:]), len(episode[:-9]), len(episode[2:1])) == (2, 0, 0)
+def test_bounds_of_a_slice_are_clipped(whole: MultiAgentEpisode) -> None:
+    assert (len(whole[100:100]), whole[100:100].get_observations()) == (0, {"a": [3], "c": [203]})
+    assert (len(whole[-2:]), len(whole[:-9]), len(whole[2:1])) == (2, 0, 0)
     with pytest.raises(NotImplementedError, match="slice step is 2, expected 1"):
-        episode[::2]
+        whole[::2]
     with pytest.raises(NotImplementedError, match=r"episode 'e' takes slices such as \[2:5\], not 1"):
-        episode[1]  # type: ignore[index]
+        whole[1]  # type: ignore[index]
 
 
 def test_a_slice_has_lookback_as_its_parent_or_as_asked_for() -> None:
@@ -507,8 +506,7 @@ def test_a_slice_has_lookback_as_its_parent_or_as_asked_for() -> None:
         parent.slice(slice(0, 1), len_lookback_buffer=-2)
 
 
-def test_an_agent_that_ended_is_in_the_slice_in_which_it_ended() -> None:
-    episode = pair()
+def test_an_agent_that_ended_is_in_the_slice_in_which_it_ended(episode: MultiAgentEpisode) -> None:
     both = {"a": 1, "b": 1}
     step(episode, observations=both, actions=both, rewards=both, terminateds={"b": True})
     step(episode, observations={"a": 2}, actions={"a": 2}, rewards={"a": 2}, terminateds={"a": True})
@@ -516,28 +514,20 @@ def test_an_agent_that_ended_is_in_the_slice_in_which_it_ended() -> None:
     assert episode[1:].get_terminateds() == {"a": True, "__all__": True}
 
 
-def test_a_slice_of_arrays_is_one_of_arrays() -> None:
-    part = gapped().to_numpy()[1:3]
-    assert part.is_numpy
-    assert isinstance(part.get_observations()["a"], np.ndarray)
-
-
-def test_only_the_next_chunk_of_the_same_episode_joins() -> None:
-    episode = gapped()
+def test_only_the_next_chunk_of_the_same_episode_joins(whole: MultiAgentEpisode) -> None:
     with pytest.raises(EpisodeError, match="episode 'e': can't be joined by a chunk of another, 'other'"):
-        episode.concat_episode(MultiAgentEpisode("other"))
+        whole.concat_episode(MultiAgentEpisode("other"))
     with pytest.raises(EpisodeError, match="it ends at env step 3, the chunk to join begins at 1"):
-        episode.concat_episode(episode[1:])
+        whole.concat_episode(whole[1:])
     with pytest.raises(EpisodeError, match="before add_env_reset"):
         MultiAgentEpisode("e").concat_episode(MultiAgentEpisode("e"))
-    chunk = episode.cut()
-    step(episode, terminateds={"__all__": True})
+    chunk = whole.cut()
+    step(whole, terminateds={"__all__": True})
     with pytest.raises(EpisodeError, match="concat_episode after its end at env step 4"):
-        episode.concat_episode(chunk)
+        whole.concat_episode(chunk)
 
 
-def test_agents_whose_parts_do_not_meet_leave_everything_as_it_was() -> None:
-    episode = pair()
+def test_agents_whose_parts_do_not_meet_leave_everything_as_it_was(episode: MultiAgentEpisode) -> None:
     step(episode, observations={"a": 1}, actions={"a": 1}, rewards={"a": 1.0})
     chunk = episode.cut()
     step(chunk, observations={"a": 2, "b": 5}, actions={"a": 1}, rewards={"a": 1.0})
@@ -549,16 +539,15 @@ def test_agents_whose_parts_do_not_meet_leave_everything_as_it_was() -> None:
     assert (len(episode), len(episode.agent_episodes["a"])) == (1, 1)
 
 
-def test_a_chunk_joins_with_its_flags_and_its_custom_data() -> None:
-    episode = gapped()
-    chunk = episode.cut()
+def test_a_chunk_joins_with_its_flags_and_its_custom_data(whole: MultiAgentEpisode) -> None:
+    chunk = whole.cut()
     chunk.custom_data["k"] = 1
     step(chunk, observations={"a": 4, "b": 104, "c": 204}, actions={"a": 1, "c": 1}, rewards={"a": 1.0, "c": 1.0},
          extra_model_outputs={"a": {"v": 0}}, truncateds={"__all__": True})  # fmt: skip
-    episode.concat_episode(chunk)
-    assert (episode.is_truncated, episode.is_terminated, episode.custom_data) == (True, False, {"k": 1})
-    assert episode.get_truncateds() == {"a": True, "b": True, "c": True, "__all__": True}
-    assert episode.agent_episodes["b"].get_rewards() == [1.0, 0.5]
+    whole.concat_episode(chunk)
+    assert (whole.is_truncated, whole.is_terminated, whole.custom_data) == (True, False, {"k": 1})
+    assert whole.get_truncateds() == {"a": True, "b": True, "c": True, "__all__": True}
+    assert whole.agent_episodes["b"].get_rewards() == [1.0, 0.5]
 
 
 # State
@@ -577,14 +566,13 @@ def test_a_state_has_everything_but_the_mapping_function() -> None:
     assert len(episode.agent_episodes["b"]) == 1
 
 
-def test_data_added_past_the_episode_are_found_by_validate() -> None:
-    episode = gapped()
-    episode.validate()
-    episode.agent_episodes["c"].add_env_step(1, 1, 1.0)
+def test_data_added_past_the_episode_are_found_by_validate(whole: MultiAgentEpisode) -> None:
+    whole.validate()
+    whole.agent_episodes["c"].add_env_step(1, 1, 1.0)
     with pytest.raises(
         EpisodeError, match="episode 'e': agent 'c': its own episode has 2 observations, expected those of"
     ):
-        episode.validate()
+        whole.validate()
 
 
 def test_an_episode_tells_what_it_is() -> None:

@@ -249,8 +249,6 @@ def await_end(pid: int) -> None:
     """Wait until a process has ended, which its parent has not waited for."""
     poll_fd = os.pidfd_open(pid)
     try:
-        poll = select.poll()
-        poll.register(poll_fd, select.POLLIN)
-        assert poll.poll(60_000)
+        assert select.select([poll_fd], [], [], 60.0)[0]
     finally:
         os.close(poll_fd)

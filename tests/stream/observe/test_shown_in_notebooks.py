@@ -77,22 +77,17 @@ def test_a_picture_of_a_run_has_shares_and_what_edges_hold() -> None:
     assert [round(width, 1) for width in busy] == [13.5, 60.0]
 
 
-def test_a_rollout_shows_itself_before_its_run_and_while_it_runs() -> None:
+def test_a_rollout_shows_itself_before_its_run_and_while_it_runs_and_its_report_the_text() -> None:
     rollout = Rollout("CartPole-v1", num_envs=2, fragment_length=8, seed=0)
     assert words_in(rollout._repr_html_()) == [repr(rollout)]
     with rollout:
         next(rollout.batches())
         words = words_in(rollout._repr_html_())
+        report = rollout.report()
+    assert words_in(report._repr_html_()) == [str(report)]
     assert words[0].startswith("<Rollout running: ")
     assert [word.split()[0] for word in words if "%" in word][:4] == ["env", "env_to_module", "module", "module_to_env"]
     assert words[words.index("time/iterations") + 1] == "1"
-
-
-def test_a_report_shows_the_figures_of_its_text() -> None:
-    with Rollout("CartPole-v1", num_envs=2, fragment_length=8, seed=0, prefetch=1, where="threads") as rollout:
-        next(rollout.batches())
-        report = rollout.report()
-    assert words_in(report._repr_html_()) == [str(report)]
 
 
 def test_a_fragment_and_an_episode_show_their_columns_and_rewards() -> None:

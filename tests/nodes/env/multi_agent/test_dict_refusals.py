@@ -253,17 +253,13 @@ def test_infos_of_nobody_are_left_out() -> None:
     assert step_all(told(infos={"__common__": {"x": 1}, "a": {"y": 2}})).infos == [{}, {"a": {"y": 2}}]
 
 
-def test_one_that_terminates_needs_no_last_observation() -> None:
+def test_one_that_terminates_needs_no_last_observation_and_the_last_one_ends_the_episode() -> None:
     step = step_all(told({"b": SEEN}, terminateds={"a": True}))
     assert step.parts[0].terminateds.tolist() == [False, False, True, False]
     assert step.parts[0].observed.slots.tolist() == [0, 3]
     assert step.ended.tolist() == []
-
-
-def test_the_episode_ends_with_its_last_agent() -> None:
     step = step_all(told({"b": SEEN}, terminateds={"a": True}), told({}, terminateds={"b": True}))
-    assert step.ended.tolist() == [1]
-    assert step.first[0].slots.tolist() == [2]
+    assert (step.ended.tolist(), step.first[0].slots.tolist()) == ([1], [2])
 
 
 def test_numbers_of_other_kinds_are_rewards_and_lists_are_observations() -> None:
