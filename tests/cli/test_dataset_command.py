@@ -32,6 +32,11 @@ def write(path: Path, played: Played, **options: object) -> Path:
     return path
 
 
+@pytest.fixture
+def path(played: Played, tmp_path: Path) -> Path:
+    return write(tmp_path / "data", played)
+
+
 def rewrite(file: Path, name: str, value: object, row: int | None = None) -> None:
     """Write a file anew, with another value in one row of a column, or in all; row groups stay as they are."""
     with pq.ParquetFile(file) as before:
@@ -81,15 +86,13 @@ def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
         assert f" of {len(returns) - 1}; NaN or infinite: 1\n" in text
 
 
-def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, shown: Says) -> None:
-    path = write(tmp_path / "data", played)
+def test_check_finds_nothing_in_whole_files(path: Path, shown: Says) -> None:
     printed = shown("dataset", "check", path).splitlines()
     files = sorted((path / "steps").glob("*.parquet"))
     assert printed == [*(f"ok     {file}" for file in files), "all is well"]
 
 
-def test_check_names_counts_that_differ(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "data", played)
+def test_check_names_counts_that_differ(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(path / "episodes" / "000002.parquet", "num_steps", 77, 1)
     assert main(["dataset", "check", str(path)]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok ")]
@@ -98,10 +101,7 @@ def test_check_names_counts_that_differ(played: Played, tmp_path: Path, capsys: 
     assert wrong[2:] == ["1 wrong"]
 
 
-def test_check_names_a_flipped_bit_and_goes_on(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "data", played)
+def test_check_names_a_flipped_bit_and_goes_on(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = path / "steps" / "000001.parquet"
     data = bytearray(file.read_bytes())
     column = pq.ParquetFile(file).metadata.row_group(0).column(3)
@@ -173,8 +173,7 @@ def test_merge_refuses_datasets_of_several_kinds_before_it_writes(
     assert not (tmp_path / "both").exists()
 
 
-def test_filter_keeps_the_episodes_within_the_bounds(played: Played, tmp_path: Path, refused: Says) -> None:
-    path = write(tmp_path / "data", played)
+def test_filter_keeps_the_episodes_within_the_bounds(played: Played, path: Path, tmp_path: Path, refused: Says) -> None:
     write(path, played)
     everything = [(each.get_return(), len(each), "cut" in each.custom_data) for each in DatasetSource(path).episodes()]
     median = float(np.median([returns for returns, *_ in everything]))
@@ -232,9 +231,8 @@ def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
 
 
 def test_convert_writes_what_minari_opens(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Says
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Says
 ) -> None:
-    path = write(tmp_path / "data", played)
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "all"))
     command = ["dataset", "convert", str(path), "--to", "minari", "--id", "numbered/play-v3", "--out"]
     assert main([*command, str(tmp_path / "all")]) == 0

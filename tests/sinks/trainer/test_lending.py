@@ -58,8 +58,17 @@ class Lane:
         return block
 
 
-def test_an_array_in_shared_memory_is_seen_where_it_lies(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+@pytest.fixture
+def ends(pair: Callable[..., Pair]) -> Pair:
+    return pair()
+
+
+@pytest.fixture
+def lane() -> Lane:
+    return Lane()
+
+
+def test_an_array_in_shared_memory_is_seen_where_it_lies(ends: Pair, lane: Lane) -> None:
     column = lane.column(1)[64:640].view(np.float32).reshape(12, 12)
     ends.send(obs={"at": (column, column[3:])})
     (fragment,) = ends.received()
@@ -71,8 +80,7 @@ def test_an_array_in_shared_memory_is_seen_where_it_lies(pair: Callable[..., Pai
     assert (first[4] == 7).all()
 
 
-def test_tuples_come_as_lists_each_time(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_tuples_come_as_lists_each_time(ends: Pair, lane: Lane) -> None:
     for value in (1, 2):
         ends.send(obs=(lane.column(value), {"at": (numbers(0, 8),)}))
     first, second = (fragment.columns["obs"] for fragment in ends.received())
@@ -81,8 +89,7 @@ def test_tuples_come_as_lists_each_time(pair: Callable[..., Pair]) -> None:
         assert isinstance(obs[1]["at"], list)
 
 
-def test_what_lies_elsewhere_is_copied_and_comes_whole(pair: Callable[..., Pair]) -> None:
-    ends = pair()
+def test_what_lies_elsewhere_is_copied_and_comes_whole(ends: Pair) -> None:
     columns = {
         "plain": numbers(0, 5000),
         "turned": numbers(1, 600).reshape(20, 30).T,
@@ -99,16 +106,14 @@ def test_what_lies_elsewhere_is_copied_and_comes_whole(pair: Callable[..., Pair]
     assert ends.lender.nbytes == sum(column.nbytes for column in columns.values())
 
 
-def test_columns_may_be_views_of_one_array_that_fills_its_block(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_columns_may_be_views_of_one_array_that_fills_its_block(ends: Pair, lane: Lane) -> None:
     column = lane.column(1)
     ends.send(obs=column, seen=column)
     (fragment,) = ends.received()
     assert file_of(fragment.columns["obs"]) == file_of(fragment.columns["seen"]) == file_of(column)
 
 
-def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(ends: Pair, lane: Lane) -> None:
     column = lane.column(1)
     message = Fragment(0, 1, {"obs": column}, {"batch": True})
     ends.session.given = 1
@@ -120,15 +125,13 @@ def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(pair: Callable[
 
 
 @pytest.mark.parametrize("dtype", ["clongdouble", "U2", "S2", "O"])
-def test_what_has_no_form_is_refused(pair: Callable[..., Pair], dtype: str) -> None:
-    ends = pair()
+def test_what_has_no_form_is_refused(ends: Pair, dtype: str) -> None:
     told = r"columns\['obs'\]: .* can't be sent; expected .* numpy arrays of bool, int, uint, float or complex"
     with pytest.raises(ColumnError, match=told):
         ends.send(seen=np.zeros(3), obs=np.zeros(3, dtype))
 
 
-def test_a_block_is_written_again_only_once_it_was_given_back(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_a_block_is_written_again_only_once_it_was_given_back(ends: Pair, lane: Lane) -> None:
     ends.send(obs=lane.column(1))
     (fragment,) = ends.received()
     ends.session.done = ends.session.kept = 1  # which is not enough
@@ -144,8 +147,7 @@ def test_a_block_is_written_again_only_once_it_was_given_back(pair: Callable[...
     assert len(lane.pool.blocks) == 2
 
 
-def test_a_block_is_told_of_once_and_may_be_lent_more_than_once_at_a_time(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_a_block_is_told_of_once_and_may_be_lent_more_than_once_at_a_time(ends: Pair, lane: Lane) -> None:
     column = lane.column(1)
     ends.send(obs=column[:8])
     ends.send(obs=column[8:16], more=column[16:])
@@ -218,9 +220,8 @@ def test_blocks_that_there_are_no_more_are_forgotten_while_copies_are_sent(pair:
 
 
 def test_news_that_was_not_sent_comes_with_the_next_fragment(
-    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    ends: Pair, lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends, lane = pair(), Lane()
     with monkeypatch.context() as patch:
         patch.setattr(ends.source, "send", Mock(side_effect=WireError("too large", "frame")))
         with pytest.raises(WireError, match="too large"):
@@ -234,10 +235,9 @@ def test_news_that_was_not_sent_comes_with_the_next_fragment(
 
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_what_was_lent_is_not_written_again_after_the_connection_is_lost_while_somebody_has_it(
-    pair: Callable[..., Pair], is_forked: bool
+    pair: Callable[..., Pair], ends: Pair, lane: Lane, is_forked: bool
 ) -> None:
     """Somebody has it here, or in a process that was forked off."""
-    ends, lane = pair(), Lane()
     ends.send(obs=lane.column(1))
     held, lender = ends.received(), ends.lender
     here, there = socket.socketpair()
@@ -264,8 +264,7 @@ def test_what_was_lent_is_not_written_again_after_the_connection_is_lost_while_s
     assert (other.columns["obs"] == 2).all()
 
 
-def test_a_connection_that_lent_nothing_leaves_nothing(pair: Callable[..., Pair]) -> None:
-    ends = pair()
+def test_a_connection_that_lent_nothing_leaves_nothing(pair: Callable[..., Pair], ends: Pair) -> None:
     open_before = len(os.listdir("/proc/self/fd"))
     lender = ends.lender
     ends.lose()
@@ -276,8 +275,7 @@ def test_a_connection_that_lent_nothing_leaves_nothing(pair: Callable[..., Pair]
     assert len(os.listdir("/proc/self/fd")) <= open_before
 
 
-def test_descriptors_keep_their_order_when_bytes_come_one_by_one(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_descriptors_keep_their_order_when_bytes_come_one_by_one(ends: Pair, lane: Lane) -> None:
     wide = [lane.column(value) for value in range(70)]  # more than come at a time
     for value, column in enumerate(wide):
         ends.send(obs=column, copied=numbers(value, 20))
@@ -329,8 +327,7 @@ def sealed(size: int) -> int:
         (lambda: os.open("/dev/null", os.O_RDONLY), "block 0 of 4096 bytes: its file has 0, expected as many for good"),
     ],
 )
-def test_a_block_that_might_be_taken_away_is_refused(pair: Callable[..., Pair], make: Any, told: str) -> None:
-    ends = pair()
+def test_a_block_that_might_be_taken_away_is_refused(ends: Pair, make: Any, told: str) -> None:
     life, other = os.pipe()
     os.close(other)
     for fd in (life, make()):
@@ -341,8 +338,7 @@ def test_a_block_that_might_be_taken_away_is_refused(pair: Callable[..., Pair], 
         ends.received()
 
 
-def test_blocks_that_nobody_has_named_are_refused(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_blocks_that_nobody_has_named_are_refused(ends: Pair, lane: Lane) -> None:
     ends.send(obs=lane.column(1))
     ends.received()
     borrower = ends.borrower
@@ -390,15 +386,13 @@ def test_what_is_lent_where_no_memory_is_shared_is_refused() -> None:
         fragment_in(Lent(0, 1, (), b"\x80", {}), None)
 
 
-def test_flags_are_looked_at(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
+def test_flags_are_looked_at(ends: Pair, lane: Lane) -> None:
     ends.send(obs=lane.column(2).view(np.bool_))
     with pytest.raises(WireError, match=r"array \|b1\[65536\] has a byte 2, expected 0 or 1"):
         ends.received()
 
 
-def test_descriptors_that_nobody_has_asked_for_are_refused_and_closed(pair: Callable[..., Pair]) -> None:
-    ends = pair()
+def test_descriptors_that_nobody_has_asked_for_are_refused_and_closed(ends: Pair) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for byte in (20).to_bytes(4, "little") + bytes(16):
         socket.send_fds(ends.near, [bytes([byte])], [0] * 60)

@@ -1,7 +1,7 @@
 """A trainer that gets train batches has the returns that the rollouts have, and knows which weights they use."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from feeding_rollouts import HASTY, feeding, graph_over, running, trainer
+from feeding_rollouts import HASTY, fed, feeding, graph_over, running, trainer
 from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire
 from wire_messages import TOKEN
 
-from rollflow import Graph, MultiAgentRollout, Rollout, TrainerStream
+from rollflow import Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import EpisodeReturns, LambdaConnector
 from rollflow.sinks import Batches, TrainerSink
 from rollflow.sinks.trainer.item_maker import StreamReturns
@@ -54,15 +54,6 @@ def agents(**options: Any) -> MultiAgentRollout:
     return made(DRAWN, **{"num_fragments": 20, **options})[1]
 
 
-@contextmanager
-def fed(stream: TrainerStream, rollout: Any, sends: str = "batches", cuts: Sequence[int] = ()) -> Iterator[None]:
-    """Within the stream, which a rollout feeds through a wire that is cut after so many bytes."""
-    left = list(cuts)
-    with stream, closing(BrokenWire(stream.address, lambda: left.pop() if left else None)) as wire:
-        with running(*graph_over(rollout, wire.address, sends=sends)):
-            yield
-
-
 def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
     errors = [KeyError("once")]
 
@@ -92,7 +83,7 @@ def test_returns_are_those_of_the_rollout(made: Made, sends: str, per_batch: int
     stream = trainer(yields=Batches(fragments=per_batch))
     returns = stream.returns
     assert told_of(returns) == (0, [], [], {})
-    with fed(stream, made(), sends):
+    with fed(stream, made(), sends=sends):
         for _ in stream:
             pass
     here = returns_here(made)
@@ -105,8 +96,12 @@ def test_returns_are_those_of_the_rollout(made: Made, sends: str, per_batch: int
 @settings(max_examples=examples(3), phases=[Phase.explicit, Phase.generate])
 @given(cuts=st.lists(st.integers(0, 40_000), max_size=4), made=st.sampled_from([cartpoles, agents]))
 def test_connections_that_are_cut_lose_none_and_double_none(cuts: list[int], made: Made) -> None:
-    stream = trainer(limits=HASTY, prefetch=8)
-    with fed(stream, made(), cuts=cuts):
+    """After so many bytes."""
+    with (
+        trainer(limits=HASTY, prefetch=8) as stream,
+        closing(BrokenWire(stream.address, lambda: cuts.pop() if cuts else None)) as wire,
+        running(*graph_over(made(), wire.address, sends="batches")),
+    ):
         for _ in stream:
             pass
     assert told_of(stream.returns) == returns_here(made)
@@ -115,7 +110,7 @@ def test_connections_that_are_cut_lose_none_and_double_none(cuts: list[int], mad
 def test_what_is_left_out_is_not_counted() -> None:
     """A batch that is too old, and with it the episodes that it tells of."""
     rollout, stream, steps = agents(), trainer(max_lag=0, on_excess="drop"), 0
-    with fed(stream, rollout):
+    with fed(stream, rollout, sends="batches"):
         for batches in stream:
             steps += sum(len(batch["rewards"]) for batch in batches.values())
             stream.publish({each: {"weight": torch.tensor(0.0)} for each in rollout.module})
