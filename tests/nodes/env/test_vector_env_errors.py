@@ -53,15 +53,14 @@ class Odd(SmallEnv):
         return self.reward if self.t >= self.since else 1.0
 
 
+WRONG_SHAPE = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
+
+
 @pytest.mark.parametrize("where", PLACES)
-def test_a_wrong_shape_after_the_first_reset_names_the_slot_and_both_shapes(where: Any) -> None:
-    told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
-    with pytest.raises(EnvError, match=told):
+def test_a_wrong_shape_names_the_slot_and_both_shapes(where: Any) -> None:
+    """After the first reset, and in every slot of a later step."""
+    with pytest.raises(EnvError, match=WRONG_SHAPE):
         fragments_of([Odd, partial(Odd, wrong=LONG)], lanes=1, where=where)
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_a_wrong_shape_in_every_slot_of_a_later_step_names_a_slot_and_both_shapes(where: Any) -> None:
     told = r"column 'obs': got float32\[2, 4\], expected float32\[2, 3\]; slot 0 has shape \[4\], expected \[3\]"
     with pytest.raises(ColumnError, match=told):
         fragments_of([partial(Odd, wrong=LONG, since=2)] * 2, lanes=1, where=where)
@@ -72,9 +71,8 @@ def test_in_a_vector_environment_of_ones_own_slots_are_named_as_well(mode: Any) 
     def vector(**odd: Any) -> SyncVectorEnv:
         return SyncVectorEnv([Odd, partial(Odd, **odd)], autoreset_mode=mode)
 
-    told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
     for since in (0, 2):
-        with pytest.raises(EnvError, match=told):
+        with pytest.raises(EnvError, match=WRONG_SHAPE):
             fragments_of(vector(wrong=LONG, since=since))
     with pytest.raises((TypeError, ValueError), match=r"sequence|scalar") as raised:
         fragments_of(vector(reward=np.ones(2)))

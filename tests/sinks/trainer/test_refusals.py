@@ -282,11 +282,8 @@ def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
 @pytest.mark.slow
 def test_a_sink_gets_what_it_was_told_to_send() -> None:
     with trainer(join_timeout=2.0, limits=HASTY) as stream:
-        rollout, sink, graph = (
-            rollout_of([0], num_fragments=2),
-            TrainerSink(stream.address, sends="batches"),
-            Graph("no"),
-        )
+        rollout, graph = rollout_of([0], num_fragments=2), Graph("no")
+        sink = TrainerSink(stream.address, sends="batches")
         graph.add(rollout=rollout, passes_on=lambda fragments: fragments)
         graph.connect("rollout.fragments", "passes_on")
         graph.connect("passes_on", sink)

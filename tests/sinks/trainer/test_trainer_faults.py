@@ -192,11 +192,8 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
         return fragment
 
     with trainer(max_lag=0, on_excess="pace") as stream:
-        rollout, sink, graph = (
-            rollout_of([0], num_fragments=2),
-            TrainerSink(stream.address, limits=SHORT),
-            Graph("feed"),
-        )
+        rollout, graph = rollout_of([0], num_fragments=2), Graph("feed")
+        sink = TrainerSink(stream.address, limits=SHORT)
         graph.add_node("slow", slow, where="thread")
         graph.connect(rollout.fragments, "slow")
         graph.connect("slow", sink)

@@ -3,7 +3,7 @@
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +43,13 @@ def unknown() -> list[tuple[str, int]]:
 
 
 @pytest.fixture
+def hang() -> Iterator[Hanging]:
+    hang = Hanging()
+    yield hang
+    hang.released.set()
+
+
+@pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     """Table of names for a name server, which is asked in a thread; numbers need none."""
     known: dict[str, Answer] = {}
@@ -67,31 +74,27 @@ def unused_port() -> int:
         return port
 
 
-def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp_path: Path) -> None:
-    hang = Hanging()
+def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], hang: Hanging, tmp_path: Path) -> None:
     names["slow.test"] = hang
     before = set(threading.enumerate())
     envs = RemoteEnvs.connect(["tcp://slow.test:1", f"unix:{tmp_path}/host"], secret="s", hosts=1, limits=SHORT)
-    try:
-        with dialled_host(f"unix:{tmp_path}/host", makers(0), secret="s"):
-            with rollout_over(envs, num_fragments=5) as rollout:
-                assert hang.asked.wait(60)
-                assert len(list(rollout.fragments())) == 5
-                waited_for = rollout.environments.gateway.waited_for()
-        assert "tcp://slow.test:1: no name server has said yet where this is" in waited_for
-        [hanging] = set(threading.enumerate()) - before
-        assert hanging.daemon
-    finally:
-        hang.released.set()
+    with dialled_host(f"unix:{tmp_path}/host", makers(0), secret="s"):
+        with rollout_over(envs, num_fragments=5) as rollout:
+            assert hang.asked.wait(60)
+            assert len(list(rollout.fragments())) == 5
+            waited_for = rollout.environments.gateway.waited_for()
+    assert "tcp://slow.test:1: no name server has said yet where this is" in waited_for
+    [hanging] = set(threading.enumerate()) - before
+    assert hanging.daemon
+    hang.released.set()
     hanging.join()
 
 
 @pytest.mark.slow
 @nothing_left()
 def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(
-    names: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+    names: dict[str, Answer], hang: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hang = Hanging()
     names["slow.test"] = hang
     end_waits_once(monkeypatch, hang.asked.is_set)
     with pytest.raises(EnvError, match=r"0 of 1 hosts came within 60 s, dialling tcp://slow.test:1; "):
@@ -148,15 +151,11 @@ def dialled_by_a_rollout(address: str, retry_s: float, limits: Limits | None = N
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
 @pytest.mark.parametrize("hangs", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["hangs", "unknown"])
 def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
-    hangs: bool, dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture
+    hangs: bool, dial: Callable[..., Any], names: dict[str, Answer], hang: Hanging, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hang = Hanging()
     names["name.test"] = hang if hangs else unknown
     problem = "no (answer yet|name server has said yet where this is)" if hangs else "Name or service not known"
-    try:
-        given_up(0.5, dial, caplog, problem)
-    finally:
-        hang.released.set()
+    given_up(0.5, dial, caplog, problem)
 
 
 @pytest.mark.wait_times(reach_s=0.0, look_s=0.05)
@@ -180,8 +179,7 @@ def test_behind_an_orderly_end_nothing_is_awaited_before_an_attempt_fails(caplog
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["for a name", "for an answer"])
-def test_a_host_that_dials_in_vain_can_be_stopped(names: dict[str, Answer], *, asks: bool) -> None:
-    hang = Hanging()
+def test_a_host_that_dials_in_vain_can_be_stopped(names: dict[str, Answer], hang: Hanging, *, asks: bool) -> None:
     names["slow.test"] = hang
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
