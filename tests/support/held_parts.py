@@ -26,24 +26,24 @@ class HeldCall:
             await_file(self.folder / "go 0 0")
 
 
-class HeldModule(NumberedModule):
-    """Is held in its third forward pass."""
+class Holding:
+    """Mixed into what is held in a call."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.held = HeldCall(folder)
+
+
+class HeldModule(Holding, NumberedModule):
+    """Is held in its third forward pass."""
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.held.call()
         return super()._forward(batch, **kwargs)
 
 
-class HeldPiece(ConnectorV2):
+class HeldPiece(Holding, ConnectorV2):
     """Is held in its third call."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.held = HeldCall(folder)
 
     def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
         self.held.call()

@@ -14,6 +14,7 @@ from wire_ends import (
     QueryEnds,
     StreamEnds,
     allocated,
+    frame_as,
     greeted,
     running,
     running_agents,
@@ -30,24 +31,17 @@ LONGEST_S = 2.0  # for one input, on a machine that does other things as well
 MOST_MEMORY = 1 << 21  # bytes that a decoder may hold beyond a few times what it was fed
 
 
-def frame_as(name: str) -> bytes:
-    """The frame of an example."""
-    return b"".join(wire.encode(EXAMPLES[name]))
-
-
 def stream_of(*names: str) -> bytes:
     """The frames of some examples."""
-    return b"".join(map(frame_as, names))
+    return b"".join(frame_as(EXAMPLES[name]) for name in names)
 
 
-FRAMES = [frame_as(name) for name in EXAMPLES]
+FRAMES = list(map(frame_as, EXAMPLES.values()))
 
 # Without a secret, so that what follows a changed hello or challenge is looked at.
-OPEN_PROOF = b"".join(wire.encode(wire.Proof(b"")))
-OPEN_CHALLENGE = b"".join(wire.encode(replace(CHALLENGE, secret=False)))
-OPEN_WELCOME = b"".join(
-    wire.encode(wire.Welcome(b"", TOKEN, False, 0, (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(1, 2, 2, 0))))
-)
+OPEN_PROOF = frame_as(wire.Proof(b""))
+OPEN_CHALLENGE = frame_as(replace(CHALLENGE, secret=False))
+OPEN_WELCOME = frame_as(wire.Welcome(b"", TOKEN, False, 0, (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(1, 2, 2, 0))))
 
 
 def _flushed(end: wire.Connection) -> wire.Connection:
@@ -71,26 +65,26 @@ def _new_gateway() -> wire.Connection:
 ROLLOUT = hello(role="rollout")
 # Ends, each with streams that it takes.
 ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
-    (_new_gateway, [frame_as("hello"), frame_as("hello") + OPEN_PROOF]),
-    (lambda: Ends(host_secret=None).host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + frame_as("reset")]),
-    (lambda: greeted().gateway, [frame_as("goodbye"), frame_as("refused")]),
+    (_new_gateway, [stream_of("hello"), stream_of("hello") + OPEN_PROOF]),
+    (lambda: Ends(host_secret=None).host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + stream_of("reset")]),
+    (lambda: greeted().gateway, [stream_of("goodbye"), stream_of("refused")]),
     (
         lambda: _gateway_asking(running_reset(credits=2), "step"),
-        [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")],
+        [stream_of("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")],
     ),
-    (_new_gateway, [frame_as("agents hello") + OPEN_PROOF]),
+    (_new_gateway, [stream_of("agents hello") + OPEN_PROOF]),
     (
         lambda: _gateway_asking(running_agents(), "agents step"),
-        [frame_as("agent rows"), stream_of("ping", "agent rows", "refused")],
+        [stream_of("agent rows"), stream_of("ping", "agent rows", "refused")],
     ),
-    (lambda: _flushed(running_agents().host), [frame_as("agents step"), stream_of("agents step", "ping", "goodbye")]),
+    (lambda: _flushed(running_agents().host), [stream_of("agents step"), stream_of("agents step", "ping", "goodbye")]),
     (
         lambda: _gateway_asking(running(said=ROLLOUT, credits=2), "turn"),
-        [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")],
+        [stream_of("fragment"), stream_of("metrics", "fragment", "metrics")],
     ),
     (
         lambda: _flushed(running_reset().host),
-        [frame_as("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")],
+        [stream_of("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")],
     ),
     (
         lambda: running(said=ROLLOUT).host,

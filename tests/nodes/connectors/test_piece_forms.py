@@ -116,6 +116,9 @@ def test_fragments_keep_as_much_lookback_as_pieces_need() -> None:
         Rollout("CartPole-v1", lookback=2, env_to_module_connector=lambda env: FrameStacking(num_frames=6))
     learner = lambda obs_space, act_space: FrameStacking(num_frames=4, as_learner_connector=True)  # noqa: E731
     assert Rollout("CartPole-v1", learner_connector=learner).environments.lanes[0].layout.lookback == 3
+    behind = LambdaConnector(lambda batch: batch, lookback=5)
+    rollout = Rollout("CartPole-v1", module_to_env_connector=lambda env: behind)
+    assert rollout.environments.lanes[0].layout.lookback == 5
     both: Any = {"env_to_module_connector": lambda env: FrameStacking(num_frames=3), "learner_connector": learner}
     assert Rollout("CartPole-v1", **both).environments.lanes[0].layout.lookback == 3
 

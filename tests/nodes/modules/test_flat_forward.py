@@ -161,8 +161,6 @@ def test_a_pass_is_gone_through_once_for_each_kind_of_batch() -> None:
 @pytest.mark.parametrize(
     ("way", "told"),
     [
-        (lambda obs: obs if obs.sum() > 0 else -obs, "it calls __bool__"),
-        (lambda obs: obs * obs[0, 0].item(), "it calls item"),
         (lambda obs: torch.from_numpy(obs.numpy()[:, :2]), "it calls numpy"),
         (lambda obs: obs[:, : int(obs[0, 0].abs() < 9) + 1], "it calls __int__"),
         (lambda obs: 3.0, "its output is not made of tensors"),

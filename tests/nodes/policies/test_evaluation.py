@@ -189,8 +189,7 @@ def test_a_policy_of_a_rollout_of_workers_has_what_their_filters_learnt(tmp_path
         seed=1,
     )
     with rollout:
-        for _ in rollout.fragments():
-            pass
+        list(rollout.fragments())
         rollout.save_policy(tmp_path / "p")
     count = Policy.load(tmp_path / "p").env_to_module["MeanStdFilter"].count
     assert count == rollout.env_to_module["MeanStdFilter"].count > 90

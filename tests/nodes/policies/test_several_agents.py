@@ -142,13 +142,10 @@ def test_each_agents_returns_and_lengths_are_told() -> None:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (({}, {"b": np.nan}, {}, {}, {}), "environment 0, env step 1, agent 'b': its reward is nan, expected a finite"),
-        (
-            ({}, {"b": None}, {}, {}, {}),
-            "environment 0, env step 1, agent 'b': its reward is None, expected one number",
-        ),
-        (({}, {}, {}, {}), "environment 0, env step 1: it gave .*, expected a tuple of observations"),
-        (OSError("broken"), "broken\nenvironment 0, env step 1"),
+        (({}, {"b": np.nan}, {}, {}, {}), ", agent 'b': its reward is nan, expected a finite"),
+        (({}, {"b": None}, {}, {}, {}), ", agent 'b': its reward is None, expected one number"),
+        (({}, {}, {}, {}), ": it gave .*, expected a tuple of observations"),
+        (OSError("broken"), ""),
     ],
     ids=["nan", "none", "four", "raised"],
 )
@@ -163,7 +160,8 @@ def test_faults_of_agents_are_told_with_episode_and_step(answer: Any, error: str
             return answer
 
     one = Policy(Repeats, observation_space=Turns.observation_spaces["a"], action_space=Turns.action_spaces["a"])
-    with pytest.raises((EnvError, OSError), match=f"{error}(.|\n)*\nepisode 0"):
+    told = rf"^(broken\n)?environment 0, env step 1{error}(.|\n)*\nepisode 0"
+    with pytest.raises((EnvError, OSError), match=told):
         evaluate_agents({"a": one, "b": one}, Faulty, episodes=2)
 
 

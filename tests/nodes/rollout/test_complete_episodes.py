@@ -23,7 +23,6 @@ from rollflow import (
     DefaultModelConfig,
     FrameStacking,
     GeneralAdvantageEstimation,
-    MultiAgentEpisode,
     MultiAgentRollout,
     Replay,
     Rollout,
@@ -93,18 +92,10 @@ def test_games_that_agents_play_in_turns_come_whole() -> None:
     games = [game for part in parts for game in part.episodes()]
     assert len({game.id_ for game in games}) == len(games) == rollout.returns.count
     for game in games:
-        moves = sorted(step for times in _times(game) for step in times)
+        moves = [step for step in range(len(game)) for _ in game.get_actions(step, env_steps=True)]
         assert moves == list(range(len(game)))
         assert game.agent_ids == {"player_1", "player_2"}
     assert sum(part.num_steps for part in parts) + rollout.lost["incomplete"] == steps
-
-
-def _times(game: MultiAgentEpisode) -> list[list[int]]:
-    """Env steps of each agent's actions."""
-    return [
-        [step for step in range(len(game)) if agent in game.get_actions(step, env_steps=True)]
-        for agent in game.agent_ids
-    ]
 
 
 def test_whole_episodes_of_several_agents_go_where_fragments_do(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from graph_rows import row
 from gymnasium import spaces
 from numbered_agents import NumberedAgents
 
-from rollflow import ConnectorV2, GeneralAdvantageEstimation, Graph, MultiAgentRollout, RLModule, Rollout
+from rollflow import ConnectorV2, GeneralAdvantageEstimation, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import SingleAgentObservationPreprocessor
 from rollflow.stream import ConnectorError, GraphError, ModuleError
 
@@ -84,9 +85,7 @@ def annotated(fragment: Any) -> int:
     ids=["without annotation", "annotated"],
 )
 def test_an_outlet_that_is_connected_to_nothing_is_told_with_the_remedy(node: Any, remedy: str) -> None:
-    graph = Graph("mine")
-    graph.add(rollout=Rollout("CartPole-v1"), last=node)
-    graph.connect("rollout.fragments", "last")
+    graph = row(rollout=Rollout("CartPole-v1"), last=node)
     with pytest.raises(GraphError, match=r"outlet 'last.out' is connected to nothing") as raised:
         graph.validate()
     assert str(raised.value).endswith(remedy)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from anyio import to_thread
+from graph_rows import drawn
 from held_envs import await_that
 from leftovers import held_here
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
 
-from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, Watch
+from rollflow import Fragment, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import RandomModule
 from rollflow.stream.observe.run_socket import snapshots
 
@@ -66,10 +67,8 @@ async def test_a_graph_has_one_snapshot_with_its_rollouts_as_parts() -> None:
     def sink(fragments: Fragment) -> None:
         pass
 
-    graph = Graph("two")
-    graph.add(left=rollout_of(num_fragments=None), right=rollout_of(num_fragments=None), sink=sink)
-    graph.connect("left.fragments", "sink", capacity=2)
-    graph.connect("right.fragments", "sink", capacity=3, overflow="drop_oldest")
+    both = {name: rollout_of(num_fragments=None) for name in ("left", "right")}
+    graph = drawn("left >2 sink", "right >drop_oldest3 sink", name="two", **both, sink=sink)
     assert [whole.snapshot()["figures"]["time/time_elapsed"] for whole in graph.wholes.values()] == [0.0, 0.0]
     began = time.monotonic()
     async with graph.run():

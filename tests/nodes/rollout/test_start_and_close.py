@@ -49,10 +49,9 @@ def test_what_start_begins_close_ends(options: Any, several: bool) -> None:
     threads = set(threading.enumerate())
     rollout: Any = agents_rollout(**options) if several else rollout_of(**options)[1]
     assert rollout.start() is rollout
-    for _, batch in zip(range(2), rollout.batches(), strict=False):
-        assert batch
-    for _, batch in zip(range(1), rollout.batches(), strict=False):  # the next cell of a notebook
-        assert batch
+    for count in (2, 1):  # and the next cell of a notebook
+        for _, batch in zip(range(count), rollout.batches(), strict=False):
+            assert batch
     rollout.close()
     rollout.close()
     join_loop_workers()

@@ -195,12 +195,6 @@ class Late(ConnectorV2):
         return batch
 
 
-def test_a_bound_that_a_lane_does_not_fit_is_refused() -> None:
-    drawn = Drawn(3, 2, 4, 0, 9, True, 8, 1, False, 1)
-    with pytest.raises(ValueError, match="max_batch is 7, expected at least 8: a lane's slots go together"):
-        made(drawn, forward=Forward(max_batch=7))
-
-
 def test_explain_shows_the_bounds_of_a_pass() -> None:
     drawn = Drawn(2, 2, 2, 0, 9, True, 8, 1, False, 1)
     for options, text in (

@@ -11,7 +11,7 @@ import torch
 from drawn_agents import Drawn, made, publish_next
 from numbered_agents import NumberedAgents
 
-from rollflow import MultiAgentRollout, RLModule
+from rollflow import Forward, MultiAgentRollout, RLModule
 from rollflow.nodes import (
     ClipActions,
     DefaultModule,
@@ -254,6 +254,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "another number": (EnvError, "num_envs is 3, but there are 2 callables", {"num_envs": 3}, [Talk, Talk]),
     "no environments": (ValueError, "num_envs is 0, expected a whole number from 1 on", {"num_envs": 0}),
     "more lanes": (EnvError, "lanes", {"lanes": 2}),
+    "a small pass": (
+        ValueError,
+        "max_batch is 1, expected at least 2: a lane's slots",
+        {"forward": Forward(max_batch=1)},
+    ),
     "several parts": (
         ModuleError,
         "spaces, one each as 'agent 0', 'agent 1', of which one m",
