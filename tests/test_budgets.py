@@ -26,7 +26,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/connectors/env_to_module": (529, 9),
     "nodes/connectors/learner": (563, 11),
     "nodes/connectors/module_to_env": (609, 13),  # logits found usable in one look
-    "nodes/connectors/pipelines": (1105, 15),  # own pieces named in errors; tensors of a fragment's rows made at once
+    "nodes/connectors/pipelines": (1098, 15),  # own pieces named in errors; tensors of a fragment's rows made at once
     "nodes/env": (1848, 26),  # environments of several agents, which stood in nodes/env/multi_agent
     "nodes/env/remote": (1701, 19),  # a lane on a host is its own record
     "nodes/env/workers": (1818, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes

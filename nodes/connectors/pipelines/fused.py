@@ -105,16 +105,9 @@ class FusedObservations(FusedPieces):
         if not self._fits:
             return None
         if type(observations) is np.ndarray:
-            if not observations.flags.carray:
-                return None
-            tensor = torch.from_numpy(observations)
-            return {Columns.OBS: tensor if not tensor.data_ptr() % ALIGNED_BYTES else aligned(tensor)}
+            return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
         if type(observations) is dict and all(map(_is_usable, observations.values())):
-            tensors = {key: torch.from_numpy(leaf) for key, leaf in observations.items()}
-            for key, tensor in tensors.items():
-                if tensor.data_ptr() % ALIGNED_BYTES:
-                    tensors[key] = aligned(tensor)
-            return {Columns.OBS: tensors}
+            return {Columns.OBS: {key: aligned(torch.from_numpy(leaf)) for key, leaf in observations.items()}}
         leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
         if not all(map(_is_usable, leaves)):
             return None
