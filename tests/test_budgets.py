@@ -27,7 +27,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/connectors/learner": (563, 11),
     "nodes/connectors/module_to_env": (609, 13),  # logits found usable in one look
     "nodes/connectors/pipelines": (1098, 15),  # own pieces named in errors; tensors of a fragment's rows made at once
-    "nodes/env": (1848, 26),  # environments of several agents, which stood in nodes/env/multi_agent
+    "nodes/env": (1840, 26),  # environments of several agents, which stood in nodes/env/multi_agent
     "nodes/env/remote": (1701, 19),  # a lane on a host is its own record
     "nodes/env/workers": (1818, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
@@ -36,9 +36,9 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/metrics": (592, 11),
     "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
     "nodes/offloaded": (1908, 36),
-    "nodes/policies": (2629, 17),  # an evaluation refuses what a rollout refuses
+    "nodes/policies": (2630, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1574, 21),
-    "nodes/stages": (2011, 26),  # rewards that are not finite refused
+    "nodes/stages": (2013, 26),  # rewards that are not finite refused
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (893, 21),
     "rollflow": (102, 0),
@@ -48,7 +48,7 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/replay": (2226, 32),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2863, 31),
     "stream": (64, 0),
-    "stream/data": (1373, 35),  # closing, columns of dicts, packages that are missing, callers warned
+    "stream/data": (1382, 35),  # closing, columns of dicts, packages that are missing, callers warned
     "stream/episodes": (1679, 13),
     "stream/fragments": (1320, 23),  # infos of several agents
     "stream/graph": (2638, 40),  # tasks that read several outputs

@@ -28,13 +28,13 @@ from rollflow.nodes.env.observation_check import (
     Deviations,
     ObservationRows,
     checks_of,
-    finite_float32,
     rewards_of,
 )
 from rollflow.nodes.env.stepping import Turn, close_failed, nothing
 from rollflow.stream.data.closing import Closing, close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, located, noted, shown
 from rollflow.stream.data.infos import copied
+from rollflow.stream.data.ranges import finite_float32
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS

@@ -339,18 +339,6 @@ def rewards_of(rewards: Sequence[Any], named: Callable[[int], str] = "slot {}".f
     return np.array(values, np.float64)
 
 
-def finite_float32(rewards: NDArray[Any], named: Callable[[int], str]) -> NDArray[np.float32]:
-    """The rewards number[N] as float32. Raises EnvError, with its name, for one that is not finite there."""
-    with np.errstate(over="ignore"):
-        values: NDArray[np.float32] = rewards.astype(np.float32, copy=False)
-    # A sum of float32 can't grow beyond float64: it is finite where all are.
-    if not np.isfinite(np.add.reduce(values, dtype=np.float64)):
-        place = int(np.argmin(np.isfinite(values)))
-        text = f"{named(place)}: its reward is {rewards[place]}, expected a finite float32"
-        raise EnvError(text).see("flags")
-    return values
-
-
 def number_of(value: Any) -> float | None:
     """The real number that a value is, as a float; None if it is none.
 

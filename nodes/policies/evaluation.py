@@ -15,10 +15,11 @@ from rollflow.nodes.argument_checks import check_numbers, is_whole
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.lane_envs import reset_values, step_values
 from rollflow.nodes.env.multi_agent_env import adapted, agent_spaces
-from rollflow.nodes.env.observation_check import Deviations, check_reset, finite_float32, info_given, rewards_of
+from rollflow.nodes.env.observation_check import Deviations, check_reset, info_given, rewards_of
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, columns_of
 from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, PolicyError, noted, shown
+from rollflow.stream.data.ranges import finite_float32
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.graph.seeding import env_seed_for

@@ -13,6 +13,7 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, EnvError, warn_caller
 from rollflow.stream.data.loss_ledger import Ledger
+from rollflow.stream.data.ranges import finite_float32
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.fragments.lane import Lane
@@ -244,11 +245,14 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
 
     def _counted(self, lane: Lane, fragment: Any) -> Any:
         """Count a fragment. Raises EnvError, with lane, slot and step, for a reward that is no finite number."""
-        rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
-        if self._finite and not np.isfinite(rewards).all():
-            row, slot = np.argwhere(~np.isfinite(rewards))[0].tolist()
-            where = f"lane {lane.index}, slot {slot}, vector step {lane.vector_steps - fragment.num_rows + row}"
-            raise EnvError(f"{where}: its reward is {rewards[row, slot]}, expected a finite float32").see("flags")
+        first_step, slots = lane.vector_steps - fragment.num_rows, lane.layout.num_slots
+
+        def named(place: int) -> str:
+            return f"lane {lane.index}, slot {place % slots}, vector step {first_step + place // slots}"
+
+        if self._finite:
+            rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
+            finite_float32(rewards.reshape(-1), named)
         return super()._counted(lane, fragment)
 
     def compare_with_train_batch(self, batch: Batch) -> None:

@@ -1,11 +1,12 @@
-"""Ranges of integer dtypes: casts of whole numbers that would come out as others are refused."""
+"""Ranges of dtypes: casts of numbers that would come out as others are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.errors import ColumnError, EnvError
 
 
 def is_narrower(dtype: np.dtype[Any], than: np.dtype[Any]) -> bool:
@@ -21,3 +22,15 @@ def check_range(values: NDArray[Any], dtype: np.dtype[Any], whose: str) -> None:
     if least < info.min or most > info.max:
         wrong = least if least < info.min else most
         raise ColumnError(f"{whose}: got {wrong}, expected whole numbers from {info.min} to {info.max}, as {dtype} has")
+
+
+def finite_float32(rewards: NDArray[Any], named: Callable[[int], str]) -> NDArray[np.float32]:
+    """The rewards number[N] as float32. Raises EnvError, with its name, for one that is not finite there."""
+    with np.errstate(over="ignore"):
+        values: NDArray[np.float32] = rewards.astype(np.float32, copy=False)
+    # A sum of float32 can't grow beyond float64: it is finite where all are.
+    if not np.isfinite(np.add.reduce(values, dtype=np.float64)):
+        place = int(np.argmin(np.isfinite(values)))
+        text = f"{named(place)}: its reward is {rewards[place]}, expected a finite float32"
+        raise EnvError(text).see("flags")
+    return values
