@@ -25,20 +25,12 @@ from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, auto
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, located, shown
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.fragments.lane import Lane, LaneMemory
-from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, VectorStep
+from rollflow.stream.multi_agent.agent_part import AgentPart, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 TAKEN_ACTION = "rollflow.taken_action"  # of an info: the action that the environment took, not the one it was given
-
-
-def actions_of(lane: Lane) -> Tree:
-    """The actions, `any[N, ...]`, that the lane's environments are stepped with."""
-    batch = lane.batch
-    actions = batch.get(Columns.ACTIONS_FOR_ENV)
-    return batch[Columns.ACTIONS] if actions is None else actions
 
 
 class Environments(LaneSource):
@@ -113,10 +105,8 @@ class Environments(LaneSource):
                     "step one by one (env=lambda: gymnasium.make(…))"
                 )
 
-    _actions_of = staticmethod(actions_of)
-
     def _record(self, lane: Lane, stepped: Stepped) -> None:
-        if lane.layout.num_slots == 1:
+        if stepped[4] and lane.layout.num_slots == 1:
             record_taken(lane, stepped[4])  # gymnasium's tuple has no names
         lane.record_step(*stepped)
 
@@ -213,9 +203,6 @@ class AgentEnvironments(LaneSource):
         return made
 
     # Inside
-
-    def _actions_of(self, lane: MultiAgentLane) -> Actions:
-        return lane.actions
 
     def _record(self, lane: MultiAgentLane, stepped: VectorStep) -> None:
         lane.record_step(stepped)

@@ -214,7 +214,7 @@ class LaneSource(abc.ABC):
     def step_lane(self, lane: Any) -> None:
         """Step a lane's environments, and record what they give. In any thread."""
         try:
-            self._record(lane, self._here[lane.index - self._first_lane].step(self._actions_of(lane)))
+            self._record(lane, self._here[lane.index - self._first_lane].step(lane.actions))
         except BaseException as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
@@ -226,7 +226,7 @@ class LaneSource(abc.ABC):
         if trace is not None:
             trace.begins(lane.index)
         try:
-            stepped = self._here[lane.index - self._first_lane].step(self._actions_of(lane))
+            stepped = self._here[lane.index - self._first_lane].step(lane.actions)
             self._steps_lane = -1
             self._record(lane, stepped)
         except BaseException as error:
@@ -275,10 +275,6 @@ class LaneSource(abc.ABC):
     @abc.abstractmethod
     def _look_at_envs(self, num_envs: int | None, lanes: int | None) -> None:
         """Take their spaces. Raises EnvError where they differ, or are not as many as were asked for."""
-
-    @abc.abstractmethod
-    def _actions_of(self, lane: Any) -> Any:
-        """The actions that a lane's environments are stepped with."""
 
     @abc.abstractmethod
     def _record(self, lane: Any, stepped: Any) -> None:

@@ -1,15 +1,15 @@
 """Bound on the threads of torch's operations while a function runs."""
 
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar
 
 import torch
 
-Ts = TypeVarTuple("Ts")
+A = TypeVar("A")
 T = TypeVar("T")
 
 
-def with_threads(count: int | None, function: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+def with_threads(count: int | None, function: Callable[[A], T]) -> Callable[[A], T]:
     """The function, run while torch uses `count` threads; afterwards it uses as many as before.
 
     count    None: the function itself, which leaves torch's number as it is
@@ -20,13 +20,13 @@ def with_threads(count: int | None, function: Callable[[*Ts], T]) -> Callable[[*
     if count is None:
         return function
 
-    def run(*args: *Ts) -> T:
+    def run(argument: A) -> T:
         before = torch.get_num_threads()
         if count == before:
-            return function(*args)
+            return function(argument)
         torch.set_num_threads(count)
         try:
-            return function(*args)
+            return function(argument)
         finally:
             torch.set_num_threads(before)
 

@@ -11,7 +11,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import with_threads
-from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
+from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback, record_first_states
 from rollflow.nodes.stages.module_forward import note_batch
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
 from rollflow.stream.data.columns import Columns
@@ -199,8 +199,9 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
             shown, acting = part.show(slots), lane.modules[place]
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.step
-            context = acting.module, acting.explore, shared_data, self._metrics
-            batch = batch_of(shown, pipeline, *context)
+            batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
+            if Columns.STATE_IN in batch:
+                record_first_states(shown, batch[Columns.STATE_IN])
             part.commit(shown)
             lane.turns.append(ModuleTurn(part, place, acting, shown, shared_data, batch))
 

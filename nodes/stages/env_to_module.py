@@ -52,21 +52,11 @@ def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
         ).see("lookback")
 
 
-def batch_of(
-    episodes: LaneEpisodes,
-    pipeline: EnvToModulePipeline,
-    module: Any,
-    explore: bool,
-    shared_data: dict[str, Any],
-    metrics: Any,
-) -> Batch:
-    """The batch that a pipeline makes of episodes; the states with which they begin are recorded."""
-    batch = pipeline.run(module, {}, episodes, explore, shared_data, metrics)
-    if Columns.STATE_IN in batch:
-        begun = np.flatnonzero(episodes.just_begun())
-        if len(begun):
-            episodes.lane.record_states(episodes.slots[begun], states_at(batch[Columns.STATE_IN], begun))
-    return batch
+def record_first_states(episodes: LaneEpisodes, states: Tree) -> None:
+    """Record the states, any[K, ...], with which episodes begin, of those that have just begun."""
+    begun = np.flatnonzero(episodes.just_begun())
+    if len(begun):
+        episodes.lane.record_states(episodes.slots[begun], states_at(states, begun))
 
 
 class CuttingStage(Generic[L, P]):
@@ -210,13 +200,17 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 self._show_ended(lane)
             if lane.index not in self._lanes:
                 self._take_in(lane)
-            lane.shared_data["step"] = lane.first_step + lane.vector_steps
-            lane.batch = batch_of(
-                lane.episodes, self.pipeline, self._module, self._explore, lane.shared_data, self._metrics
+            episodes, shared_data = lane.episodes, lane.shared_data
+            shared_data["step"] = lane.first_step + lane.vector_steps
+            batch = lane.batch = self.pipeline.run(
+                self._module, {}, episodes, self._explore, shared_data, self._metrics
             )
+            if Columns.STATE_IN in batch:
+                record_first_states(episodes, batch[Columns.STATE_IN])
             if self.observation_shapes is None:
-                self.observation_shapes = shapes_of(lane.batch, 2 if lane.shared_data.get(TIME_RANK_ADDED) else 1)
-            lane.commit()
+                self.observation_shapes = shapes_of(batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
+            if not episodes.is_settled:
+                lane.commit()
         except Exception as error:
             note_own_pieces(error, self.pipeline)
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")

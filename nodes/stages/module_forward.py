@@ -23,7 +23,7 @@ from rollflow.stream.fragments.lane import Lane
 if TYPE_CHECKING:
     from rollflow.stream.observe.waits import Wait
 
-_LOOK_EVERY = 16
+_LOOK_EVERY = 64  # passes
 # What torch's own context manager is made of, which takes as long as a small operation.
 _inference_mode: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 # What a rollout records itself, of which an output would be something else.
@@ -81,7 +81,7 @@ class ModuleForward:
         self._is_compiled = compiled is not None
         if compiled is not None:
             forward = torch.compile(forward, **compiled)
-        self._forward = with_threads(threads, self._flat or forward)
+        self._forward = with_threads(threads, forward if self._flat is None else self._flat.__call__)
 
     def __call__(self, batches: Lane) -> Lane:
         """Replace the lane's batch by the module's output."""

@@ -45,7 +45,7 @@ class ModuleToEnv:
         threads: int | None = None,
     ) -> None:
         self.pipeline, self._before = pipeline, before
-        self._acted = with_threads(threads, acted)
+        self._act_in = with_threads(threads, self._act)
         self._context = module, explore, metrics
         self._env_space = env_space
         self._checked: set[int] = set()  # lanes whose first actions have been held against that
@@ -57,15 +57,17 @@ class ModuleToEnv:
 
     def __call__(self, outputs: Lane) -> Lane:
         """Work out the actions for the lane's environments."""
-        lane = outputs
+        return self._act_in(outputs)
+
+    def _act(self, lane: Lane) -> Lane:
         try:
             chosen = lane.layout.action_space
-            batch = self._acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
+            batch = acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
             lane.batch = batch
             if lane.index not in self._checked:
                 self._checked.add(lane.index)
                 check_first_actions(batch, chosen, self._env_space, range(lane.layout.num_slots))
-            convert_actions(batch, chosen, self._env_space)
+            lane.actions = convert_actions(batch, chosen, self._env_space)
             lane.record_actions(batch)
         except Exception as error:
             note_own_pieces(error, *self._before, self.pipeline)
@@ -112,8 +114,8 @@ def _refuse_nan(batch: Batch, pipeline: ModuleToEnvPipeline) -> None:
             )
 
 
-def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None) -> None:
-    """Convert a batch's actions to the dtypes of their spaces, in place.
+def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None) -> Tree:
+    """Convert a batch's actions to the dtypes of their spaces, in place; return those that the environments get.
 
         chosen       in which `actions` are recorded
         env_space    of what the environments get; None: `chosen`
@@ -124,13 +126,17 @@ def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[A
     actions, for_env = batch.get(Columns.ACTIONS), batch.get(Columns.ACTIONS_FOR_ENV)
     if actions is not None and not (type(actions) is np.ndarray and actions.dtype is chosen.dtype):
         actions = batch[Columns.ACTIONS] = items_in(chosen, actions)
-    env_space = chosen if env_space is None else env_space
+    if env_space is None or env_space is chosen:
+        if for_env is None:
+            return actions
+        env_space = chosen
     if for_env is None:
-        made = actions if env_space is chosen or actions is None else items_in(env_space, actions, rounds=True)
-        if made is not actions:
-            batch[Columns.ACTIONS_FOR_ENV] = made
+        for_env = None if actions is None else items_in(env_space, actions, rounds=True)
+        if for_env is not actions:
+            batch[Columns.ACTIONS_FOR_ENV] = for_env
     elif not (type(for_env) is np.ndarray and for_env.dtype is env_space.dtype):
-        batch[Columns.ACTIONS_FOR_ENV] = items_in(env_space, for_env, rounds=True)
+        for_env = batch[Columns.ACTIONS_FOR_ENV] = items_in(env_space, for_env, rounds=True)
+    return for_env
 
 
 def check_first_actions(

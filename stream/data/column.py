@@ -30,9 +30,9 @@ class Column:
         "_leaves",
         "_shape",
         "_shapes",
-        "_source_dtype",
         "_source_dtypes",
         "_treespec",
+        "_whole",
         "name",
         "tree",
         "views",
@@ -57,7 +57,10 @@ class Column:
         self._shape = self._shapes[0] if self._leaves else ()
         # dtypes of the last whole row written: only others are checked before they are cast.
         self._source_dtypes = [leaf.dtype for leaf in self._leaves]
-        self._source_dtype = self._source_dtypes[0] if self._leaves else np.dtype(bool)
+        # The array, and dtype and shape of a row that it takes without a look; None of a tree.
+        self._whole: tuple[Any, Any, Any] = None, None, None
+        if self._array is not None:
+            self._whole = self._array, self._array.dtype, self._shape
 
     @classmethod
     def empty(cls, name: str, row: Tree, rows: int) -> "Column":
@@ -89,12 +92,12 @@ class Column:
         """
         array = self._array
         if array is not None and type(values) is _Array:
-            if values.dtype is self._source_dtype and values.shape == self._shape:
+            if values.dtype is self._whole[1] and values.shape == self._shape:
                 array[row] = values
                 return
             array[row] = self._matched_row(values)[0]
             if not is_narrower(array.dtype, values.dtype):  # else the next row's numbers are checked as well
-                self._source_dtype = values.dtype
+                self._whole = array, values.dtype, self._shape
             return
         if self._keys and type(values) is dict and len(values) == len(self._keys):
             for key, leaf, shape, dtype in zip(
@@ -205,7 +208,8 @@ class Column:
 
         Rows of the dtype of those that `source` was given need no other check.
         """
-        self._source_dtype, self._source_dtypes = source._source_dtype, source._source_dtypes
+        self._source_dtypes = source._source_dtypes
+        self._whole = self._array, source._whole[1], self._shape
         for leaf, other in zip(self._leaves, source._leaves, strict=True):
             leaf[: stop - start] = other[start:stop]
 
@@ -282,18 +286,16 @@ def write_row(columns: Mapping[str, Column], row: int, values: Mapping[str, Tree
 
     Raises ColumnError as `Column.write` does, and KeyError for a name of no column.
     """
-    for name, value in values.items():
-        column = columns[name]
-        array = column._array
-        if (
-            array is not None
-            and type(value) is _Array
-            and value.dtype is column._source_dtype
-            and value.shape == column._shape
-        ):
-            array[row] = value  # without a call for each column
-        else:
-            column.write(row, value)
+    try:
+        for name, value in values.items():
+            array, dtype, shape = columns[name]._whole
+            if array is not None and value.dtype is dtype and value.shape == shape:
+                array[row] = value  # without a call for each column
+            else:
+                columns[name].write(row, value)
+    except AttributeError:  # a value that is no array
+        for name, value in values.items():
+            columns[name].write(row, value)
 
 
 def _array_of(part: Any) -> NDArray[Any] | None:

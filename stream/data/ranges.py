@@ -26,8 +26,10 @@ def check_range(values: NDArray[Any], dtype: np.dtype[Any], whose: str) -> None:
 
 def finite_float32(rewards: NDArray[Any], named: Callable[[int], str]) -> NDArray[np.float32]:
     """The rewards number[N] as float32. Raises EnvError, with its name, for one that is not finite there."""
-    with np.errstate(over="ignore"):
-        values: NDArray[np.float32] = rewards.astype(np.float32, copy=False)
+    values: NDArray[np.float32] = rewards
+    if rewards.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            values = rewards.astype(np.float32)
     # A sum of float32 can't grow beyond float64: it is finite where all are.
     if not np.isfinite(np.add.reduce(values, dtype=np.float64)):
         place = int(np.argmin(np.isfinite(values)))

@@ -14,6 +14,7 @@ node that is being called, and since when.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import ismethod
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
@@ -236,7 +237,7 @@ class Chain:
     def _step(self, name: str) -> Deliver:
         """A function that calls a node with an item, and routes the output on."""
         spec = self.graph.nodes[name]
-        call: Callable[[Any], Any] = spec.node
+        call = _method_of(spec.node)
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
         busy = NodeMeter(name) if meter.counts_itself else meter
         calls = (
@@ -321,6 +322,12 @@ class Chain:
                 self.parked.append((gate, step, item))
 
         return deliver
+
+
+def _method_of(node: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The `__call__` of an object whose class has one in Python, which takes less time to call; else the node."""
+    method: Callable[[Any], Any] = getattr(node, "__call__")  # noqa: B004, B009
+    return method if ismethod(method) else node
 
 
 def _count(meter: NodeMeter, began: int, now: int) -> None:

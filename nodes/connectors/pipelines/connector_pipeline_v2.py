@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
@@ -231,7 +232,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         shared_data = {} if shared_data is None else shared_data
-        return self.run(rl_module, batch, episodes, explore, shared_data, metrics, **kwargs)
+        return self.run(rl_module, batch, episodes, explore, shared_data, metrics, kwargs)
 
     def run(
         self,
@@ -241,30 +242,34 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         explore: bool | None,
         shared_data: dict[str, Any],
         metrics: Any = None,
-        **kwargs: Any,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> Batch:
-        """Call the pieces: `__call__` with positional arguments, for callers at every vector step."""
+        """Call the pieces: `__call__` with positional arguments, for callers at every vector step.
+
+        more    keywords that the pieces are given as well
+        """
         if self._uncalled:
             with self._watching_first_call():
-                return self.run(rl_module, batch, episodes, explore, shared_data, metrics, **kwargs)
-        first = 0
-        if self._fused and self.fuses and isinstance(episodes, LaneEpisodes):
+                return self.run(rl_module, batch, episodes, explore, shared_data, metrics, more)
+        first, fused = 0, self._fused
+        if fused is not None and self.fuses and isinstance(episodes, LaneEpisodes):
             first = self._fused_from
             if first:
                 given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
-                batch = self._called(range(first), batch, episodes, given | kwargs)
+                batch = self._called(range(first), batch, episodes, {**given, **more})
             mark = perf_counter_ns()
             try:
-                fused = self._fused(rl_module, batch, episodes, explore, shared_data)
+                made = fused.make(rl_module, batch, episodes, explore, shared_data)
             except Exception as error:
                 self._note_piece(error, first, batch)
                 raise
-            if fused is not None:
-                self._fused_timer.calls += 1
-                self._fused_timer.total_ns += perf_counter_ns() - mark
-                return fused
+            if made is not None:
+                timer = self._fused_timer
+                timer.calls += 1
+                timer.total_ns += perf_counter_ns() - mark
+                return made
         given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
-        return self._called(range(first, len(self._pieces)), batch, episodes, given | kwargs)
+        return self._called(range(first, len(self._pieces)), batch, episodes, {**given, **more})
 
     def _called(self, places: range, batch: Batch, episodes: Episodes, given: dict[str, Any]) -> Batch:
         """The batch that the pieces at some places make of it, each called with what is given as well."""

@@ -65,7 +65,7 @@ class FusedPieces(abc.ABC):
         return type(self), (self._pieces,)
 
     @abc.abstractmethod
-    def __call__(
+    def make(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
         """The batch that the pieces make; None: they are to be called."""
@@ -89,13 +89,29 @@ class FusedObservations(FusedPieces):
 
     _fits = False  # the module
 
-    def __call__(
+    def make(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
         if batch:
             return None
-        if rl_module is self._module and self._fits and (recorded := _recorded(episodes)) is not None:
-            return {Columns.OBS: recorded}
+        lane = episodes.lane
+        if (
+            rl_module is self._module
+            and self._fits
+            and episodes.is_settled
+            and type(lane) is Lane
+            and lane.episodes is episodes
+        ):
+            # The newest observations as they are recorded: tensors of all rows are made at once where they are small,
+            # as views, which takes a third of the time.
+            column, row = lane.fragment.columns[Columns.OBS], lane.row
+            views = column.views
+            if views is None:
+                views = column.views = _views_of(column.tree)
+            if type(views) is dict:
+                return {Columns.OBS: {key: rows[row] for key, rows in views.items()}}
+            if views:
+                return {Columns.OBS: views[row]}
         return self.batch_of(rl_module, episodes.newest())
 
     def batch_of(self, rl_module: Any, observations: Tree) -> Batch | None:
@@ -119,23 +135,6 @@ class FusedObservations(FusedPieces):
         if len(self._pieces) > len(_INTO_MODULE) and is_stateful(module):
             return False
         return module is not None and getattr(module, "framework", "torch") == "torch"
-
-
-def _recorded(episodes: LaneEpisodes) -> Tree | None:
-    """The newest observations as tensors, if a lane has recorded them as they are; None for others.
-
-    Small ones of all rows of a fragment are made at once, as views, which takes a third of the time.
-    """
-    lane = episodes.lane
-    if not episodes.is_settled or type(lane) is not Lane or lane.episodes is not episodes:
-        return None
-    column, row = lane.fragment.columns[Columns.OBS], lane.row
-    views = column.views
-    if views is None:
-        views = column.views = _views_of(column.tree)
-    if type(views) is dict:
-        return {key: rows[row] for key, rows in views.items()}
-    return views[row] if views else None
 
 
 def _views_of(tree: Tree) -> Any:
@@ -174,13 +173,13 @@ class FusedActions(FusedPieces):
         self._asks = True  # at every step: a module may say otherwise by a method of its own
         self._may_mask = True
 
-    def __call__(
+    def make(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
         if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
             return None
         races, generator = shared_data.get(RACES), shared_data.get("generator")
-        arrays, is_usable = self._acted(rl_module, batch, bool(explore), races, generator)
+        arrays, is_usable = self._acted(rl_module, batch, explore, races, generator)
         if not is_usable:
             refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, self._type, rl_module)
         if not is_usable and arrays is not None:
@@ -200,14 +199,14 @@ class FusedActions(FusedPieces):
             return None
         races: list[Any] = [shared.get(RACES) for shared in shared_data]
         joint = None if None in races else races[0] if len(races) == 1 else JointRaces(races, sizes)
-        arrays, is_usable = self._acted(rl_module, batch, bool(explore), joint, None)
+        arrays, is_usable = self._acted(rl_module, batch, explore, joint, None)
         return arrays if is_usable else None
 
     def _acted(
         self,
         module: Any,
         batch: Batch,
-        explore: bool,
+        explore: Any,
         races: Races | JointRaces | None,
         generator: torch.Generator | None,
     ) -> tuple[Batch | None, bool]:
@@ -267,7 +266,7 @@ class FusedActions(FusedPieces):
         arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
         return is_usable
 
-    def _resolve(self, module: Any, explore: bool, logits: torch.Tensor) -> None:
+    def _resolve(self, module: Any, explore: Any, logits: torch.Tensor) -> None:
         made = self._get.distribution_type(module, explore=explore)
         if made is not self._made:
             one = made.from_logits(logits) if type(made) is DistributionType else None

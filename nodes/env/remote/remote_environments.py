@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments, actions_of
+from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
 from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.stepping import Stepped
@@ -27,7 +27,7 @@ class RemoteEnvironments(HostedNode, Environments):
     # What comes over the wire
 
     def _step_request(self, lane: Lane, number: int) -> Step:
-        return Step(lane.index, number, actions_of(lane))
+        return Step(lane.index, number, lane.actions)
 
     def _record_first(self, lane: Lane, answer: Rows) -> None:
         self._check_of(lane).rows(answer.obs)

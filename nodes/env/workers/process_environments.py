@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments, actions_of
+from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, lane_block
@@ -62,7 +62,7 @@ class EnvLink(LaneLink):
         kind = FrameKind.STEP
         if Columns.ACTIONS_FOR_ENV in lane.batch or not blocks.has_actions:
             kind = FrameKind.STEP_FOR_ENV
-            blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
+            blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, lane.actions)
         self._send_blocks(blocks)
         self.send(frame(kind, blocks.index, lane.row))
 

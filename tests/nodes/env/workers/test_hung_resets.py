@@ -56,7 +56,8 @@ def held_env(folder: Path) -> Held:
 def ask(node: Any, lane: Any) -> None:
     """Have a lane step, or make a fragment."""
     if hasattr(lane, "batch"):
-        lane.batch = {"actions": np.zeros(1, np.int64)}
+        lane.actions = np.zeros(1, np.int64)
+        lane.batch = {"actions": lane.actions}
         lane.record_actions(lane.batch)
     node(lane)
 
