@@ -4,6 +4,7 @@ A *tree* is an array (or any plain value), or a dict, tuple or list of trees. op
 is always a leaf.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ import optree
 from rollflow.stream.data.errors import ModuleError
 
 Tree = Any
+
+
+def library_of(leaf: Any) -> Any:
+    """The library that a leaf any[...] is of: torch for a tensor, else numpy."""
+    torch = None if isinstance(leaf, np.ndarray) else sys.modules.get("torch")  # which this layer does not import
+    return torch if torch is not None and torch.is_tensor(leaf) else np
 
 
 def map_tree(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -56,10 +63,10 @@ def stack_in(structure: optree.PyTreeSpec, items: Sequence[Tree]) -> Tree:
 
 
 def concatenate_trees(trees: Sequence[Tree]) -> Tree:
-    """One tree from trees of arrays `any[n, ...]`, joined along the first axis."""
+    """One tree from trees of arrays, or of tensors, `any[n, ...]`, joined along the first axis."""
     if len(trees) == 1:
         return trees[0]
-    return map_tree(lambda *leaves: np.concatenate(leaves), *trees)
+    return map_tree(lambda *leaves: library_of(leaves[0]).concatenate(leaves), *trees)
 
 
 def kind_of(tree: Tree) -> Tree:

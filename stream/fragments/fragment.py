@@ -141,6 +141,7 @@ class Fragment:
     """
 
     origin: Origin | None = None  # which counts lost transitions; set at the cut
+    device: Any = None  # of the columns' tensors; None: they are arrays
 
     def __init__(
         self,
@@ -543,6 +544,11 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
             before = int(self._bounds[which - 1]) if which else 0
             episode = self._made[position] = self.fragments[which].chunk(position - before)
         return episode
+
+    @property
+    def device(self) -> Any:
+        """The device of the columns' tensors; None: they are arrays."""
+        return self.fragments[0].device if self.fragments else None
 
     @property
     def extra_columns(self) -> tuple[str, ...]:

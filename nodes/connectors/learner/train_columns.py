@@ -5,6 +5,7 @@ steps, or of clipped rewards.
 """
 
 import abc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -30,12 +31,13 @@ from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, RollflowError, more_than_one
 from rollflow.stream.data.infos import info_of
-from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, library_of, map_tree, stack_trees
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SealedEpisode, SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 
 Floats = NDArray[np.float32]
+_LEAST_DEVIATION = 1e-4  # of advantages
 
 
 STEP_ADDED = "_added_loss_mask_for_valid_episode_ts"
@@ -45,6 +47,10 @@ STEP_ADDED = "_added_loss_mask_for_valid_episode_ts"
 class TrainSteps:
     """The steps of C chunks end to end, B in all, read alike from fragments and from single episodes.
 
+    Values are arrays; of fragments on a device they are tensors there. Positions are arrays in any case.
+
+    device         of the tensors; None: values are arrays
+    xp             the values' library, numpy or torch
     batch          the train batch that the chunks' columns go into
     last_made      each chunk's last observation as the piece that made the batch's `obs` rewrote it, a tree of arrays
                    any[C, ...]; None: the episodes' observations are used
@@ -58,8 +64,11 @@ class TrainSteps:
 
     def __init__(self, episodes: Episodes, batch: Batch, shared_data: SharedData = None) -> None:
         self.batch = batch
-        self.last_made: Tree | None = (shared_data or {}).get(LAST_OBSERVATIONS)
         self._fragments = episodes if isinstance(episodes, FragmentEpisodes) and len(episodes) else None
+        self.device: Any = None if self._fragments is None else self._fragments.device
+        self.xp: Any = np if self.device is None else torch
+        made = (shared_data or {}).get(LAST_OBSERVATIONS)
+        self.last_made: Tree | None = made if made is None or self.device is None else tensors_of(made, self.device)
         self._alone: list[Any] = []
         if self._fragments is not None:
             self.lengths = self._fragments.lengths
@@ -71,7 +80,8 @@ class TrainSteps:
             self.terminated = np.array([episode.is_terminated for episode in self._alone], np.bool_)
             self.truncated = np.array([episode.is_truncated for episode in self._alone], np.bool_)
         self._ends = np.cumsum(self.lengths)
-        self.lasts: NDArray[np.int64] = self._ends[self.lengths > 0] - 1
+        self._stepped = np.flatnonzero(self.lengths > 0)
+        self.lasts: NDArray[np.int64] = self._ends[self._stepped] - 1
         self._episodes: Sequence[SingleAgentEpisode] = self._alone if self._fragments is None else self._fragments
 
     def __len__(self) -> int:
@@ -103,8 +113,20 @@ class TrainSteps:
                 "stand before NStepReturns"
             )
         if Columns.REWARDS in self.batch:
-            return _one_each(Columns.REWARDS, as_array(self.batched(Columns.REWARDS)), ConnectorError)
-        return np.asarray(self.recorded(Columns.REWARDS) if len(self) else (), np.float32)
+            return self.one_each(Columns.REWARDS, self.batched(Columns.REWARDS), ConnectorError)
+        return self.one_each(Columns.REWARDS, self.recorded(Columns.REWARDS) if len(self) else (), ConnectorError)
+
+    def one_each(self, column: str, values: Any, error: type[RollflowError]) -> Floats:
+        """Values of all steps as f32[B]. Raises `error` where they are not one number for each step."""
+        numbers: Floats = self.xp.asarray(self._ours(values), dtype=self.xp.float32)
+        if numbers.ndim > 1:
+            topic = "module" if error is ModuleError else "piece"
+            raise error(more_than_one(column, numbers.shape, numbers.shape[:1])).see(topic)
+        return numbers
+
+    def _ours(self, leaf: Any) -> Any:
+        """An array or a tensor any[...] as these steps' values are."""
+        return as_array(leaf) if self.device is None else tensors_of(leaf, self.device)
 
     def finite_rewards(self) -> Floats:
         """f32[B]: `rewards`. Raises ConnectorError, with the chunk and the step, where one is NaN or infinite."""
@@ -114,8 +136,9 @@ class TrainSteps:
 
     def check_finite(self, values: Floats, what: str, error: type[RollflowError]) -> None:
         """Raise `error`, with the chunk and the step, where one of the values f32[B] is NaN or infinite."""
-        if np.isfinite(np.add.reduce(values, dtype=np.float64)):
+        if math.isfinite(values.sum(dtype=self.xp.float64)):
             return
+        values = as_array(values)
         step = int(np.argmin(np.isfinite(values)))
         chunk = int(np.searchsorted(self._ends, step, side="right"))
         begin = self._ends[chunk] - self.lengths[chunk]
@@ -149,14 +172,14 @@ class TrainSteps:
         stepped = [episode for episode in self._alone if len(episode)]
         return _joined([_read(episode, name, slice(0, len(episode))) for episode in stepped])
 
-    def last_recorded(self, name: str, chosen: NDArray[np.bool_]) -> Tree:
-        """The newest item of a recorded column in the chosen chunks, a tree of arrays `any[sum(chosen), ...]`.
+    def last_recorded(self, name: str, chosen: NDArray[np.int64]) -> Tree:
+        """The newest item of a recorded column in the chosen chunks, a tree of arrays `any[K, ...]`.
 
         name      "obs", for the observation after a chunk's last step, or one of `extra_columns`
-        chosen    bool[C], not all False
+        chosen    i64[K], at least one
         """
         if self._fragments is None:
-            return stack_trees([_read(self._alone[place], name, -1) for place in np.flatnonzero(chosen)])
+            return stack_trees([_read(self._alone[place], name, -1) for place in chosen])
         last = self._fragments.last_observations() if name == Columns.OBS else self._fragments.last(name)
         return map_tree(lambda leaf: leaf[chosen], last)
 
@@ -170,7 +193,7 @@ class TrainSteps:
         Raises ConnectorError where the batch's `obs` are of another kind than these.
         """
         if self.last_made is not None and Columns.OBS in self.batch:
-            return self.following(map_tree(as_array, self.batched(Columns.OBS)), self.last_made)
+            return self.following(map_tree(self._ours, self.batched(Columns.OBS)), self.last_made)
         if self._fragments is not None:
             following = self.following(self.recorded(Columns.OBS), self._fragments.last_observations())
         else:
@@ -199,10 +222,10 @@ class TrainSteps:
         Returns a tree of new arrays `any[B, ...]`.
         """
 
-        def shifted(leaf: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-            moved = np.empty_like(leaf)
+        def shifted(leaf: Any, last: Any) -> Any:
+            moved = self.xp.empty_like(leaf)
             moved[:-1] = leaf[1:]
-            moved[self.lasts] = last[self.lengths > 0]
+            moved[self.lasts] = last[self._stepped]
             return moved
 
         return map_tree(shifted, values, after)
@@ -210,10 +233,15 @@ class TrainSteps:
     def at_lasts(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """bool[B]: flags of the chunks, bool[C], at their last steps; False at all others."""
         rows = np.zeros(len(self), np.bool_)
-        rows[self.lasts] = flags[self.lengths > 0]
+        rows[self.lasts] = flags[self._stepped]
         return rows
 
     # Writing
+
+    def zeros(self, count: int) -> Floats:
+        """f32[count] of zeros."""
+        made: Any = np.zeros(count, np.float32)
+        return made if self.device is None else torch.zeros(count, device=self.device)  # type: ignore[return-value]
 
     def put(self, column: str, values: Tree) -> None:
         """Make a tree of arrays `any[B, ...]` the batch's column, in the form that its other columns have.
@@ -222,10 +250,11 @@ class TrainSteps:
         """
         self._refuse_rows(column)
         in_list_form = is_in_list_form(self.batch)
-        tensors = [leaf for data in self.batch.values() for leaf in leaves_of(data) if torch.is_tensor(leaf)]
+        tensors = (leaf for data in self.batch.values() for leaf in leaves_of(data) if torch.is_tensor(leaf))
+        device = self.device or next((tensor.device for tensor in tensors), None)
         self.batch.pop(column, None)
         if self._fragments is not None or not in_list_form:
-            self.batch[column] = tensors_of(values, tensors[0].device) if tensors else values
+            self.batch[column] = values if device is None else tensors_of(values, device)
             return
         for episode, end, length in zip(self._alone, self._ends.tolist(), self.lengths.tolist(), strict=True):
             part = map_tree(lambda leaf, a=end - length, b=end: leaf[a:b], values)
@@ -284,15 +313,6 @@ class StepsConnector(ConnectorV2):
 def tensors_of(arrays: Tree, device: torch.device) -> Tree:
     """A tree of arrays, or of tensors, as tensors on a device; what is read-only is copied."""
     return map_tree(lambda leaf: (leaf if torch.is_tensor(leaf) else tensor_of(leaf)).to(device), arrays)
-
-
-def _one_each(column: str, values: Any, error: type[RollflowError]) -> Floats:
-    """Values of all steps as f32[B]. Raises `error` where they are not one number for each step."""
-    numbers: Floats = np.asarray(values, np.float32)
-    if numbers.ndim > 1:
-        topic = "module" if error is ModuleError else "piece"
-        raise error(more_than_one(column, numbers.shape, numbers.shape[:1])).see(topic)
-    return numbers
 
 
 def is_in_list_form(batch: Batch) -> bool:
@@ -556,20 +576,26 @@ def _rows_of(column: Any, rows: torch.Tensor) -> Any:
 def discounted_sums(values: Floats, discounts: Floats, lengths: NDArray[np.int64]) -> Floats:
     """Each step's value and the discounted sum from the next one on; a chunk's last step has its value alone.
 
-        values       f32[B]  of all chunks' steps, end to end
-        discounts    f32[B]  weight at step t of the sum from step t + 1 on
+        values       f32[B]  of all chunks' steps, end to end: an array or a tensor
+        discounts    f32[B]  weight at step t of the sum from step t + 1 on, likewise
         lengths      i64[C]  steps of each chunk, B in all
     Returns f32[B].
     """
-    sums = np.empty_like(values)
     by_length = np.argsort(-lengths, kind="stable")
     last = (np.cumsum(lengths) - 1)[by_length]
-    carry = np.zeros(len(lengths), np.float32)
     # All chunks at once, from their last steps backwards: the longest ones come first, and stay when others are done.
     there = np.searchsorted(-lengths[by_length], -np.arange(lengths.max(initial=0)), side="left")
-    for back, count in enumerate(there.tolist()):
-        at = last[:count] - back
-        carry[:count] = sums[at] = values[at] + discounts[at] * carry[:count]
+    begin = np.cumsum(there) - there  # of the steps that are as far from their chunks' ends, laid end to end
+    back = np.repeat(np.arange(len(there)), there)
+    places = last[np.arange(len(back)) - begin[back]] - back
+    made, weights = values[places], discounts[places]
+    carry = library_of(values).zeros_like(made[: there.max(initial=0)])
+    for start, count in zip(begin.tolist(), there.tolist(), strict=True):
+        stop = start + count
+        made[start:stop] += weights[start:stop] * carry[:count]
+        carry = made[start:stop]
+    sums: Floats = library_of(values).empty_like(values)
+    sums[places] = made
     return sums
 
 
@@ -579,11 +605,14 @@ def device_of(rl_module: Any) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def values_of(piece: str, rl_module: Any, observations: Tree, states: Tree | None = None) -> Floats:
+def values_of(
+    piece: str, rl_module: Any, observations: Tree, states: Tree | None = None, on: torch.device | None = None
+) -> Floats:
     """f32[B]: the module's `compute_values` of a batch of observations, a tree of arrays or tensors `any[B, ...]`.
 
         piece     name of the asking piece, for the error
         states    before those observations, of a stateful module: a tree of arrays any[B, ...]
+        on        the device to give a tensor on; None: an array is given
 
     Raises ModuleError where the module has no `compute_values`, or does not give one finite number for each
     observation.
@@ -607,9 +636,9 @@ def values_of(piece: str, rl_module: Any, observations: Tree, states: Tree | Non
     with torch.no_grad():
         values = compute_values(batch)
     shape = (count,) if states is None else (count, 1)
-    numbers = numbers_of(values, "what compute_values gave", name, shape).reshape(-1)
-    if not np.isfinite(np.add.reduce(numbers, dtype=np.float64)):
-        bad = np.flatnonzero(~np.isfinite(numbers))
+    numbers = numbers_of(values, "what compute_values gave", name, shape, on).reshape(-1)
+    if not math.isfinite(numbers.sum(dtype=library_of(numbers).float64)):
+        bad = np.flatnonzero(~np.isfinite(as_array(numbers)))
         raise ModuleError(
             f"compute_values of module '{name}' gave {numbers[bad[0]]} in row {bad[0]} of {count} ({len(bad)} such "
             f"rows), expected finite values; {piece} can't work with it"
@@ -617,13 +646,16 @@ def values_of(piece: str, rl_module: Any, observations: Tree, states: Tree | Non
     return numbers
 
 
-def numbers_of(tensor: torch.Tensor, what: str, module: str, shape: tuple[int, ...]) -> Floats:
-    """A tensor of the expected shape as f32[...]. Raises ModuleError for another shape."""
+def numbers_of(
+    tensor: torch.Tensor, what: str, module: str, shape: tuple[int, ...], on: torch.device | None = None
+) -> Floats:
+    """A tensor of the expected shape as f32[...], an array, or a tensor on a device. Raises ModuleError for others."""
     if tuple(tensor.shape) != shape:
         raise ModuleError(f"{what} of module '{module}' has shape {list(tensor.shape)}, expected {list(shape)}").see(
             "module"
         )
-    numbers: Floats = tensor.detach().float().cpu().numpy()
+    floats: Any = tensor.detach().float()
+    numbers: Floats = floats.cpu().numpy() if on is None else floats.to(on)
     return numbers
 
 
@@ -632,14 +664,14 @@ def values_after(piece: str, rl_module: Any, steps: TrainSteps) -> Floats:
 
     Raises ConnectorError where that observation is of another kind than the batch's `obs`.
     """
-    after: Floats = np.zeros(len(steps.lengths), np.float32)
-    lasting = ~steps.terminated & (steps.lengths > 0)
-    if lasting.any():
+    after: Floats = steps.zeros(len(steps.lengths))
+    lasting = np.flatnonzero(~steps.terminated & (steps.lengths > 0))
+    if len(lasting):
         made = steps.last_made
         last = steps.last_recorded(Columns.OBS, lasting) if made is None else map_tree(lambda leaf: leaf[lasting], made)
         steps.check_kind(last)
         states = steps.last_recorded(Columns.STATE_OUT, lasting) if is_stateful(rl_module) else None
-        after[lasting] = values_of(piece, rl_module, last, states)
+        after[lasting] = values_of(piece, rl_module, last, states, steps.device)
     return after
 
 
@@ -680,20 +712,18 @@ class GeneralAdvantageEstimation(StepsConnector):
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         values = self._values(rl_module, steps)
         after = values_after(self.name, rl_module, steps)
-        deltas = steps.finite_rewards() + np.float32(self.gamma) * steps.following(values, after) - values
-        carry = np.full(len(deltas), self.gamma * self.lambda_, np.float32)
+        deltas = steps.finite_rewards() + self.gamma * steps.following(values, after) - values
+        carry = steps.xp.full_like(deltas, self.gamma * self.lambda_)
         advantages = discounted_sums(deltas, carry, steps.lengths)
         targets = advantages + values
         if self.normalize_advantages:
-            # In float64, so that the order of the rows makes no difference.
-            mean, deviation = advantages.mean(dtype=np.float64), advantages.std(dtype=np.float64)
-            advantages = ((advantages - mean) / max(deviation, 1e-4)).astype(np.float32)
+            advantages = _normalized(advantages)
         return {Columns.ADVANTAGES: advantages, Columns.VALUE_TARGETS: targets}
 
     def _values(self, rl_module: Any, steps: TrainSteps) -> Floats:
         """f32[B]: the value of the observation before every step."""
         if Columns.VF_PREDS in steps.extra_columns:
-            recorded = _one_each(Columns.VF_PREDS, steps.recorded(Columns.VF_PREDS), ModuleError)
+            recorded = steps.one_each(Columns.VF_PREDS, steps.recorded(Columns.VF_PREDS), ModuleError)
             steps.check_finite(recorded, f"the module's '{Columns.VF_PREDS}'", ModuleError)
             return recorded
         if is_stateful(rl_module):
@@ -701,7 +731,16 @@ class GeneralAdvantageEstimation(StepsConnector):
                 f"{self.name} needs the values that a stateful module saw: let '{type(rl_module).__name__}' give "
                 f"'{Columns.VF_PREDS}' in its forward passes"
             )
-        return values_of(self.name, rl_module, steps.observations())
+        return values_of(self.name, rl_module, steps.observations(), on=steps.device)
+
+
+def _normalized(values: Any) -> Any:
+    """Values f32[B], shifted and scaled; in f64, so that the order of the rows makes no difference."""
+    if torch.is_tensor(values):
+        wide = values.double()
+        return ((wide - wide.mean()) / wide.std(correction=0).clamp(min=_LEAST_DEVIATION)).float()
+    mean, deviation = values.mean(dtype=np.float64), values.std(dtype=np.float64)
+    return ((values - mean) / max(deviation, _LEAST_DEVIATION)).astype(np.float32)
 
 
 @checking_constructor()
@@ -747,20 +786,17 @@ class VTrace(StepsConnector):
                 f"VTrace can't be used with a stateful module yet, and '{type(rl_module).__name__}' is one: "
                 "is_stateful() is True"
             )
-        rewards, gamma = steps.finite_rewards(), np.float32(self.gamma)
+        rewards, gamma, xp = steps.finite_rewards(), self.gamma, steps.xp
         with torch.no_grad():
             ratios, values = _ratios_and_values(rl_module, steps, steps.observations())
             after = values_after(self.name, rl_module, steps)
-        deltas: Floats = _clipped(ratios, self.rho_clip) * (rewards + gamma * steps.following(values, after) - values)
-        discounts: Floats = gamma * _clipped(ratios, self.c_clip)
+        clips = (self.rho_clip, self.c_clip, self.pg_rho_clip)
+        rho, c, pg_rho = (xp.clip(ratios, None, float(np.float32(clip))) for clip in clips)
+        deltas: Floats = rho * (rewards + gamma * steps.following(values, after) - values)
+        discounts: Floats = gamma * c
         targets: Floats = values + discounted_sums(deltas, discounts, steps.lengths)
         errors: Floats = rewards + gamma * steps.following(targets, after) - values
-        return {Columns.VALUE_TARGETS: targets, Columns.ADVANTAGES: _clipped(ratios, self.pg_rho_clip) * errors}
-
-
-def _clipped(ratios: Floats, most: float) -> Floats:
-    clipped: Floats = np.minimum(ratios, np.float32(most))
-    return clipped
+        return {Columns.VALUE_TARGETS: targets, Columns.ADVANTAGES: pg_rho * errors}
 
 
 def _ratios_and_values(rl_module: Any, steps: TrainSteps, observations: Tree) -> tuple[Floats, Floats]:
@@ -782,17 +818,16 @@ def _ratios_and_values(rl_module: Any, steps: TrainSteps, observations: Tree) ->
             f"expected '{Columns.ACTION_DIST_INPUTS}' among them"
         )
     distribution = rl_module.get_train_action_dist_cls().from_logits(output[Columns.ACTION_DIST_INPUTS])
-    logp = numbers_of(
-        distribution.logp(tensors_of(steps.recorded(Columns.ACTIONS), device)), "logp of actions", name, (len(steps),)
-    )
-    acted = _one_each(Columns.ACTION_LOGP, steps.recorded(Columns.ACTION_LOGP), ModuleError)
+    actions, shape, on = tensors_of(steps.recorded(Columns.ACTIONS), device), (len(steps),), steps.device
+    logp = numbers_of(distribution.logp(actions), "logp of actions", name, shape, on)
+    acted = steps.one_each(Columns.ACTION_LOGP, steps.recorded(Columns.ACTION_LOGP), ModuleError)
     if Columns.VF_PREDS in output:
-        values = numbers_of(output[Columns.VF_PREDS], f"'{Columns.VF_PREDS}'", name, (len(steps),))
+        values = numbers_of(output[Columns.VF_PREDS], f"'{Columns.VF_PREDS}'", name, shape, on)
         steps.check_finite(values, f"the module's '{Columns.VF_PREDS}'", ModuleError)
     else:
-        values = values_of("VTrace", rl_module, observations)
+        values = values_of("VTrace", rl_module, observations, on=on)
     with np.errstate(over="ignore"):  # an infinite ratio is clipped like any other
-        ratios: Floats = np.exp(logp - acted)
+        ratios: Floats = steps.xp.exp(logp - acted)
     return ratios, values
 
 
@@ -821,8 +856,8 @@ class ClipRewards(StepsConnector):
             raise ValueError(f"low is {low} and high is {high}, expected low < high")
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
-        rewards = steps.rewards()
-        return {Columns.REWARDS: np.sign(rewards) if self.sign else np.clip(rewards, self.low, self.high)}
+        rewards, xp = steps.rewards(), steps.xp
+        return {Columns.REWARDS: xp.sign(rewards) if self.sign else xp.clip(rewards, self.low, self.high)}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -843,8 +878,9 @@ class ComputeReturnsToGo(StepsConnector):
         self.gamma = checked_fraction("gamma", self.gamma)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
-        discounts = np.full(len(steps), self.gamma, np.float32)
-        return {Columns.RETURNS_TO_GO: discounted_sums(steps.finite_rewards(), discounts, steps.lengths)}
+        rewards = steps.finite_rewards()
+        discounts = steps.xp.full_like(rewards, self.gamma)
+        return {Columns.RETURNS_TO_GO: discounted_sums(rewards, discounts, steps.lengths)}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -885,10 +921,11 @@ class NStepReturns(StepsConnector):
             )
         rewards = steps.finite_rewards()
         spans = np.minimum(steps.steps_left, self.n_step)
-        sums = rewards.copy()
+        sums = steps.xp.empty_like(rewards)
+        sums[:] = rewards
         for k in range(1, int(spans.max())):
             far = np.flatnonzero(spans > k)
-            sums[far] += np.float32(self.gamma**k) * rewards[far + k]
+            sums[far] += self.gamma**k * rewards[far + k]
         following = steps.next_observations()
         latest = np.arange(len(steps)) + spans - 1
         return {

@@ -41,6 +41,7 @@ from rollflow.nodes.connectors.learner.train_columns import (
     discounted_sums,
 )
 from rollflow.stream import ConnectorError, ModuleError
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 
 
@@ -88,8 +89,9 @@ def test_returns_to_go_by_hand() -> None:
     assert batch["returns_to_go"].dtype == np.float32
 
 
+@pytest.mark.parametrize("form", [np.asarray, torch.from_numpy])
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 2**32 - 1))
-def test_discounted_sums_are_those_of_each_chunk_step_by_step(lengths: list[int], seed: int) -> None:
+def test_discounted_sums_are_those_of_each_chunk_step_by_step(form: Any, lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     values, discounts = (rng.normal(size=sum(lengths)).astype(np.float32) for _ in range(2))
     expected, end = np.zeros_like(values), 0
@@ -98,7 +100,8 @@ def test_discounted_sums_are_those_of_each_chunk_step_by_step(lengths: list[int]
         carry = np.float32(0.0)
         for t in range(end - 1, end - length - 1, -1):
             carry = expected[t] = values[t] + discounts[t] * carry
-    sums = discounted_sums(values, discounts, np.array(lengths, np.int64))
+    sums: Any = discounted_sums(form(values), form(discounts), np.array(lengths, np.int64))
+    assert type(sums) is type(form(values))
     np.testing.assert_array_equal(sums, expected)
 
 
@@ -565,19 +568,36 @@ def equal_batches(one: dict[str, Any], other: dict[str, Any]) -> None:
     equal(one, other)
 
 
+class OnDevice(FragmentEpisodes):
+    """Chunks whose columns are tensors, as those of fragments on a device."""
+
+    device = torch.device("cpu")
+
+
+for read in ("gather", "last", "last_observations", "preceding", "recent_observations"):
+    of_arrays = getattr(FragmentEpisodes, read)
+    setattr(OnDevice, read, lambda *given, made=of_arrays: map_tree(torch.from_numpy, made(*given)))
+
+
 def check_columns_and_episodes(name: str, fragments: list[Fragment], module: Any) -> None:
-    """Hold the batches that a piece makes of columns and of episodes one by one against each other."""
+    """Hold the batches that a piece makes of columns, of episodes one by one, and of tensors against each other."""
     columns = FragmentEpisodes(fragments)
     batches: list[dict[str, Any]] = []
     for pieces, episodes in (
         (PIECES[name](), columns),
         (PIECES[name](), list(columns)),
         ([*PIECES[name](), OneByOne()], columns),
+        (PIECES[name](), OnDevice(fragments)),
     ):
         pipeline = LearnerConnectorPipeline.default(custom_pieces=pieces)
         batches.append(pipeline(rl_module=module, episodes=episodes))
-    for batch in batches[1:]:
+    *others, of_tensors = batches[1:]
+    for batch in others:
         equal_batches(dict(batches[0]), dict(batch))
+    # Exponentials, and sums over a batch, are rounded otherwise by torch.
+    bound = 1e-5 if name in ("V-trace", "several", "advantages") else 0.0
+    expected = {column: values for column, values in batches[0].items() if column != "infos"}
+    torch.testing.assert_close({c: of_tensors[c] for c in expected}, expected, rtol=bound, atol=bound)
     lengths = {len(column) for column in batches[0].values() if not isinstance(column, dict)}
     assert lengths == {int(columns.lengths.sum())}
 
