@@ -1,0 +1,1 @@
+"""Environments whose tensors stay on one device."""

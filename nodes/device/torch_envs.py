@@ -1,0 +1,239 @@
+"""Environments that step many slots at once in torch tensors, as one vector environment."""
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.observation_check import STEP_GIVES, kind_of
+from rollflow.nodes.env.stepping import Stepped
+from rollflow.stream.data.cached_property import cached_property
+from rollflow.stream.data.errors import EnvError, shown
+from rollflow.stream.data.space import leaves_within
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+
+_FINAL = ("final_obs", "final_observation")  # names of last observations, in infos
+_STEP_GIVES = {4: ("observations", "rewards", "dones", "extras"), 5: tuple(f"{name}s" for name in STEP_GIVES)}
+
+
+class TorchEnvs(VectorEnv[Any, Any, Any]):
+    """Vector environment made of one that steps many slots at once in tensors on one device.
+
+        env                  what steps them, and resets a slot in the step that ends its episode:
+
+                             * an rsl_rl `VecEnv`, with `num_actions`, `get_observations()`, and `step(actions)` that
+                               gives observations, rewards, dones and extras. `extras["time_outs"]` are truncations
+                             * a gymnasium `VectorEnv` whose arrays are tensors, such as ManiSkill's
+                             * any other object with `reset()`, which gives observations, or those and infos, and with a
+                               `step(actions)` of rsl_rl's four values or gymnasium's five
+
+        observation_space,   of one slot; None: those of `env`, or what its observations say; an environment that is
+        action_space         neither rsl_rl's nor gymnasium's needs `action_space`
+        group                the one group of observations to be used; None: all of them, as a Dict space
+        allow_host_copies    whether each step may be copied to the host where the rollout can't stay on the device
+
+    device         of all tensors
+    last_extras    what the newest step gave beside its values: extras or infos. Rollouts record no infos of tensors
+
+    Observations are trees of tensors any[N, ...]. Where `env` gives last observations of ended episodes, as
+    `infos["final_obs"]` or `infos["final_observation"]`, they are recorded; else the observation before stands for the
+    last one, so that an estimate of a truncated episode's value is that of the observation before, as in rsl_rl.
+
+    Tensors may be written over by the next step. `close` closes `env`.
+
+    Raises EnvError for environments and spaces other than these, for another autoreset mode than SAME_STEP, and for
+    observations that are no tensors of a dtype that numpy has.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  # as gymnasium has it
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        observation_space: gym.Space[Any] | None = None,
+        action_space: gym.Space[Any] | None = None,
+        group: str | None = None,
+        allow_host_copies: bool = False,
+    ) -> None:
+        self.env, self.group, self.allow_host_copies = env, group, allow_host_copies
+        self.last_extras: Mapping[str, Any] = {}
+        self._is_rsl_rl = hasattr(env, "get_observations") and hasattr(env, "num_actions")
+        if not callable(getattr(env, "step", None)) or not (self._is_rsl_rl or hasattr(env, "reset")):
+            raise EnvError(f"env is {shown(env)}, expected an environment of tensors, with reset() and step(actions)")
+        mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
+        if mode is not AutoresetMode.SAME_STEP:
+            raise EnvError(f"metadata['autoreset_mode'] of {env} is {mode}, expected AutoresetMode.SAME_STEP").see(
+                "autoreset"
+            )
+        self._takes_seed = not self._is_rsl_rl and "seed" in signature(env.reset).parameters
+        if action_space is None and self._is_rsl_rl:
+            action_space = spaces.Box(-np.inf, np.inf, (int(env.num_actions),), np.float32)
+        elif action_space is None:
+            action_space = getattr(env, "single_action_space", None)
+        self.single_action_space = _actions_in(action_space)
+        if observation_space is None and group is None and not self._is_rsl_rl:
+            observation_space = getattr(env, "single_observation_space", None)
+        first = leaves = None
+        if observation_space is None or not hasattr(env, "num_envs") or not hasattr(env, "device"):
+            first = self._begin(None)
+            leaves = leaves_of(first)
+        self.single_observation_space = _space_of(first) if observation_space is None else observation_space
+        self.num_envs = int(env.num_envs if leaves is None or hasattr(env, "num_envs") else len(leaves[0]))
+        self.device = torch.device(env.device if leaves is None or hasattr(env, "device") else leaves[0].device)
+        self._before: Tree = None  # arrays: the observations that the newest actions were chosen for
+        self._no_flags: Any = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+
+    @cached_property
+    def observation_space(self) -> gym.Space[Any]:
+        """The space of the observations of all slots."""
+        return batch_space(self.single_observation_space, self.num_envs)
+
+    @cached_property
+    def action_space(self) -> gym.Space[Any]:
+        """The space of the actions of all slots."""
+        return batch_space(self.single_action_space, self.num_envs)
+
+    # Tensors
+
+    def reset_tensors(self, seeds: Sequence[int] | None) -> tuple[Tree, dict[str, Any]]:
+        """Begin episodes: observations, a tree of any[N, ...], and no infos. The first of the seeds is used.
+
+        An rsl_rl environment goes on with the episodes that it has begun.
+        """
+        return self._begin(None if seeds is None else int(seeds[0])), {}
+
+    def step_tensors(self, actions: Tree) -> Stepped:
+        """Step with actions, a tree of tensors any[N, ...]: values, with bool flags, and no infos.
+
+        `final` has last observations, any[N, ...], which mean something where an episode ended; None: there are none.
+        Nothing is copied, and nothing is read from the device.
+        """
+        answer: Any = self.env.step(actions)
+        if not isinstance(answer, tuple | list) or len(answer) not in ((4,) if self._is_rsl_rl else _STEP_GIVES):
+            expected = " or ".join(f"({', '.join(names)})" for names in _STEP_GIVES.values())
+            raise EnvError(f"step gave {kind_of(answer)}, expected {expected}")
+        if len(answer) == 5:
+            observations, rewards, terminateds, truncateds, extras = answer
+            terminateds, truncateds = _flags(terminateds), _flags(truncateds)
+        else:
+            observations, rewards, dones, extras = answer
+            terminateds, truncateds = _flags(dones), self._no_flags
+            if (time_outs := extras.get("time_outs")) is not None:
+                time_outs = _flags(time_outs)
+                terminateds, truncateds = terminateds & ~time_outs, terminateds & time_outs
+        self.last_extras = extras
+        last = next((extras[name] for name in _FINAL if name in extras), None)
+        now = self._observed(observations, extras)
+        return Stepped(
+            now, rewards, terminateds, truncateds, {}, None if last is None else (self._observed(last, {}), {})
+        )
+
+    # Arrays
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Tree, dict[str, Any]]:
+        """Begin episodes: observations, a tree of arrays any[N, ...], and no infos; `options` are not used."""
+        seeds = [seed] if isinstance(seed, int) else seed
+        self._before = map_tree(_array, self.reset_tensors(seeds)[0])
+        return self._before, {}
+
+    def step(self, actions: Tree) -> tuple[Tree, NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """Step with actions, a tree of arrays any[N, ...]: gymnasium's five values, in new arrays."""
+        stepped = self.step_tensors(map_tree(lambda leaf: torch.tensor(leaf, device=self.device), actions))
+        terminateds, truncateds, rewards = map(_array, (stepped.terminateds, stepped.truncateds, stepped.rewards))
+        infos = {}
+        if terminateds.any() or truncateds.any():
+            infos["final_obs"] = self._before if stepped.final is None else map_tree(_array, stepped.final[0])
+        self._before = map_tree(_array, stepped.observations)
+        return self._before, rewards, terminateds, truncateds, infos
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the environment, if it can be closed."""
+        close = getattr(self.env, "close", None)
+        if callable(close):
+            close()
+
+    def __str__(self) -> str:
+        return f"TorchEnvs({type(self.env).__name__})"
+
+    # Inside
+
+    def _begin(self, seed: int | None) -> Tree:
+        if self._is_rsl_rl:
+            if seed is not None and callable(getattr(self.env, "seed", None)):
+                self.env.seed(seed)
+            answer = self.env.get_observations()  # in rsl_rl's environments `reset` may make a step
+        else:
+            answer = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
+        has_extras = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
+        observations, extras = answer if has_extras else (answer, {})
+        return self._observed(observations, extras)
+
+    def _observed(self, observations: Any, extras: Mapping[str, Any]) -> Tree:
+        """The tree of tensors of what an environment gave."""
+        if self._is_rsl_rl and "observations" in extras and isinstance(observations, torch.Tensor):
+            observations = {"policy": observations, **extras["observations"]}  # rsl_rl 2
+        tree = _tensors(observations)
+        if self.group is None:
+            return tree
+        if not isinstance(tree, dict) or self.group not in tree:
+            groups = f"its groups are {list(tree)}" if isinstance(tree, dict) else "its observations have no groups"
+            raise EnvError(f"group is {self.group!r}, but {groups}")
+        return tree[self.group]
+
+
+def _tensors(observations: Any) -> Tree:
+    """The observations with dicts for mappings and TensorDicts, and tuples for lists."""
+    if isinstance(observations, torch.Tensor):
+        return observations
+    if isinstance(observations, tuple | list):
+        return tuple(map(_tensors, observations))
+    if not callable(getattr(observations, "items", None)):
+        raise EnvError(f"an observation is {kind_of(observations)}, expected a tensor")
+    return {key: _tensors(part) for key, part in observations.items()}
+
+
+def _space_of(observations: Tree) -> gym.Space[Any]:
+    """The space without bounds of one slot of observations, a tree of any[N, ...]."""
+    if isinstance(observations, dict):
+        return spaces.Dict({key: _space_of(part) for key, part in observations.items()})
+    if isinstance(observations, tuple):
+        return spaces.Tuple([_space_of(part) for part in observations])
+    try:
+        dtype = torch.empty(0, dtype=observations.dtype).numpy().dtype
+    except TypeError:
+        raise EnvError(f"an observation is {observations.dtype}, expected a dtype that numpy has") from None
+    if dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, tuple(observations.shape[1:]), dtype.type)
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else np.iinfo(np.int8)
+    low, high = (0, 1) if dtype.kind == "b" else (limits.min, limits.max)
+    return spaces.Box(low, high, tuple(observations.shape[1:]), dtype.type)
+
+
+def _actions_in(space: Any) -> gym.Space[Any]:
+    """The action space. Raises EnvError for one whose actions can't be made of tensors."""
+    if not isinstance(space, gym.Space):
+        raise EnvError(f"action_space is {shown(space)}, expected the gymnasium.Space of one slot's actions")
+    for leaf in leaves_within(space, "action_space"):
+        if isinstance(leaf.space, spaces.Box) and leaf.is_whole:
+            raise EnvError(
+                f"{leaf.path} is a Box of {leaf.dtype}, expected Discrete or MultiDiscrete, or one of floats"
+            )
+    return space
+
+
+def _flags(values: torch.Tensor) -> Any:
+    return values if values.dtype is torch.bool else values != 0
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    """A new array of a tensor's values."""
+    array: NDArray[Any] = tensor.numpy(force=True)
+    return array.copy() if tensor.device.type == "cpu" else array

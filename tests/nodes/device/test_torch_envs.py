@@ -1,0 +1,233 @@
+"""`TorchEnvs` gives of each form what gymnasium's own loop gives of the same numbers, as arrays and as tensors."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from fragment_equality import assert_alike
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from host_reads import counting_reads
+from hypothesis import given, settings, strategies
+from property_examples import examples
+from tensor_envs import ACTIONS, OBSERVATIONS, Groups, ManiSkillEnv, NumberedTensors, RslRlEnv
+
+from rollflow import Columns, GeneralAdvantageEstimation, Rollout
+from rollflow.nodes.device.torch_envs import TorchEnvs
+from rollflow.nodes.env.stepping import seeds_for
+from rollflow.stream import EnvError
+
+torch_envs = partial(TorchEnvs, allow_host_copies=True)
+FORMS: Mapping[str, Callable[[NumberedTensors], TorchEnvs]] = {
+    "plain": lambda numbered: torch_envs(numbered, observation_space=OBSERVATIONS, action_space=ACTIONS),
+    "VectorEnv": lambda numbered: torch_envs(ManiSkillEnv(numbered)),
+    "rsl_rl": lambda numbered: torch_envs(RslRlEnv(numbered), group="policy"),
+    "rsl_rl without groups": lambda numbered: torch_envs(RslRlEnv(numbered, form="tensor")),
+    "rsl_rl in pairs": lambda numbered: torch_envs(RslRlEnv(numbered, form="pair"), group="policy"),
+}
+
+
+class NumberedSlot(gym.Env[Any, Any]):
+    """One slot of `NumberedTensors`, in Python; without finals the observation before is also the last one."""
+
+    observation_space, action_space = OBSERVATIONS, ACTIONS
+
+    def __init__(self, slot: int, first: int, lengths: tuple[int, ...], gives_final: bool) -> None:
+        self.slot, self.episode, self.lengths, self.gives_final = slot, first - 1, lengths, gives_final
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.episode, self.t = self.episode + 1, 0
+        return self._observation(0), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        done = self.t == self.lengths[(self.slot + self.episode) % len(self.lengths)]
+        is_cut = self.episode % 2 == 1
+        reward = float(np.float32(self.t) + action[0] / np.float32(8))
+        seen = self._observation(self.t - (done and not self.gives_final))
+        return seen, reward, done and not is_cut, done and is_cut, {}
+
+    def _observation(self, t: int) -> Any:
+        return np.array([self.slot, self.episode, t], np.float32)
+
+
+def fragments_of(env: Any, **options: Any) -> list[Any]:
+    with Rollout(env, num_fragments=3, **options) as rollout:
+        return list(rollout.fragments())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=examples(60))
+@given(
+    num_envs=strategies.integers(1, 5),
+    lengths=strategies.lists(strategies.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    gives_final=strategies.booleans(),
+    fragment_length=strategies.integers(1, 8),
+    lookback=strategies.integers(0, 3),
+    seed=strategies.integers(0, 99),
+)
+def test_a_rollout_records_what_the_environment_numbered(
+    form: str, num_envs: int, lengths: tuple[int, ...], gives_final: bool, seed: int, **options: int
+) -> None:
+    """Buffers that are written over, ends in every slot, last observations given and not."""
+    numbered = NumberedTensors(num_envs, lengths=lengths, gives_final=gives_final)
+    ours = fragments_of(FORMS[form](numbered), seed=seed, **options)
+    knows_last = form == "VectorEnv" or (form == "plain" and gives_final)
+    first = seeds_for(seed, 0, 1)[0] % 8
+    slots = [partial(NumberedSlot, slot, first, lengths, knows_last) for slot in range(num_envs)]
+    assert_alike(ours, fragments_of(slots, lanes=1, seed=seed, **options))
+    recorded = np.concatenate([fragment.column(Columns.ACTIONS) for fragment in ours])
+    np.testing.assert_array_equal(torch.stack(numbered.actions).numpy(), recorded)
+
+
+@pytest.mark.parametrize("time_outs", ["given", "missing", "more"])
+def test_time_outs_truncate_the_episodes_that_end(time_outs: str) -> None:
+    for fragment in fragments_of(torch_envs(RslRlEnv(NumberedTensors(4), time_outs=time_outs)), seed=0):
+        ends, cut = fragment.column(Columns.TERMINATEDS), fragment.column(Columns.TRUNCATEDS)
+        odd = fragment.columns[Columns.OBS].tree["policy"][fragment.first_row : fragment.last_row, :, 1] % 2 == 1
+        assert not (ends & cut).any()
+        assert ends.any()
+        np.testing.assert_array_equal(cut, odd & (ends | cut) & (time_outs != "missing"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_of_tensors_reads_nothing_from_the_device(form: str) -> None:
+    """Counted, and on the device without values, where each read raises."""
+    env = FORMS[form](NumberedTensors(4, gives_final=True))
+    env.reset_tensors([3])
+    with counting_reads() as reads:
+        for _ in range(8):
+            env.step_tensors(torch.zeros(4, 2))
+    assert reads == []
+    env = FORMS[form](NumberedTensors(4, "meta", gives_final=True))
+    env.reset_tensors([3])
+    stepped = env.step_tensors(torch.zeros(4, 2, device="meta"))
+    assert {each.dtype for each in (stepped.terminateds, stepped.truncateds)} == {torch.bool}
+    assert env.device == torch.device("meta")
+
+
+def test_advantages_are_those_of_rsl_rls_formula() -> None:
+    """A truncation adds the discounted value of the observation before to the reward, and every end cuts the sum."""
+    gamma, lambda_ = 0.9, 0.8
+    gae = GeneralAdvantageEstimation(gamma=gamma, lambda_=lambda_)
+    options: dict[str, Any] = {"fragment_length": 24, "num_fragments": 1, "seed": 0}
+    env = torch_envs(RslRlEnv(NumberedTensors(4)), group="policy")
+    with Rollout(env, learner_connector=lambda obs, act: gae, **options) as rollout:
+        (batch,) = list(rollout.batches())
+    names = ("rewards", "vf_preds", "terminateds", "truncateds", "value_targets")
+    rewards, values, terminateds, truncateds, targets = (batch[name].reshape(4, 24).double() for name in names)
+    done = terminateds + truncateds
+    rewards = rewards + gamma * values * truncateds
+    for slot in range(4):
+        advantage = 0.0
+        for t in reversed(range(int(done[slot].nonzero()[-1]) + 1)):  # the last observation is in no batch
+            goes_on = 1 - done[slot, t]
+            following = values[slot, t + 1] if goes_on else 0.0
+            delta = rewards[slot, t] + goes_on * gamma * following - values[slot, t]
+            advantage = delta + goes_on * gamma * lambda_ * advantage
+            assert targets[slot, t] == pytest.approx(float(advantage + values[slot, t]), abs=1e-5)
+
+
+class Plain:
+    """Gives the same answers again and again."""
+
+    def __init__(self, observations: Any = None, answer: Any = None) -> None:
+        self.observations, self.answer = observations, answer
+
+    def reset(self) -> Any:
+        return self.observations, {}
+
+    def step(self, actions: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("observations", "space"),
+    [
+        (torch.zeros(2, 3, dtype=torch.float64), spaces.Box(-np.inf, np.inf, (3,), np.float64)),
+        (torch.zeros(2, 4, 4, dtype=torch.uint8), spaces.Box(0, 255, (4, 4), np.uint8)),
+        (torch.zeros(2, dtype=torch.bool), spaces.Box(0, 1, (), np.bool_)),
+        (
+            Groups(a=torch.zeros(2, 3), b=[torch.zeros(2, 1, dtype=torch.float16)]),
+            spaces.Dict(
+                {
+                    "a": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+                    "b": spaces.Tuple([spaces.Box(-np.inf, np.inf, (1,), np.float16)]),
+                }
+            ),
+        ),
+    ],
+)
+def test_observations_say_their_space(observations: Any, space: gym.Space[Any]) -> None:
+    env = TorchEnvs(Plain(observations), action_space=spaces.Discrete(2))
+    assert env.single_observation_space == space
+    assert (env.num_envs, env.device) == (2, torch.device("cpu"))
+    assert env.observation_space.contains(env.reset()[0])
+    assert env.action_space == spaces.MultiDiscrete([2, 2])
+
+
+def test_groups_are_all_taken_or_one() -> None:
+    env = TorchEnvs(RslRlEnv(NumberedTensors(2)))
+    assert isinstance(env.single_observation_space, spaces.Dict)
+    assert list(env.single_observation_space) == ["critic", "policy"]
+    assert TorchEnvs(RslRlEnv(NumberedTensors(2)), group="critic").single_observation_space == OBSERVATIONS
+
+
+def test_extras_are_kept_and_the_environment_is_closed_with_it() -> None:
+    numbered = NumberedTensors(2)
+    env = TorchEnvs(numbered, action_space=ACTIONS)
+    assert TorchEnvs(RslRlEnv(numbered)).last_extras == {}
+    env.reset(seed=0)
+    env.step(np.zeros((2, 2), np.float32))
+    assert env.last_extras == {}
+    env.close()
+    assert numbered.is_closed
+    wrapped = TorchEnvs(RslRlEnv(NumberedTensors(2)))
+    wrapped.reset(seed=0)
+    wrapped.step(np.zeros((2, 2), np.float32))
+    assert wrapped.last_extras["log"] == {"steps": 1}
+
+
+class NextStep(ManiSkillEnv):
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+
+ROW = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: TorchEnvs("CartPole-v1"), r"env is 'CartPole-v1', expected an environment of tensors"),
+        (lambda: TorchEnvs(NextStep(NumberedTensors(2))), r"is AutoresetMode.NEXT_STEP, expected AutoresetMode.SAME"),
+        (lambda: TorchEnvs(Plain(ROW)), r"action_space is None, expected the gymnasium.Space"),
+        (
+            lambda: TorchEnvs(Plain(ROW), action_space=spaces.Dict({"to": spaces.Box(0, 3, (2,), np.int64)})),
+            r"action_space\['to'\] is a Box of int64, expected Discrete or MultiDiscrete, or one of floats",
+        ),
+        (
+            lambda: TorchEnvs(Plain(ROW.bfloat16()), action_space=ACTIONS),
+            r"an observation is torch.bfloat16, expected a dtype that numpy has",
+        ),
+        (lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS), r"is an array float64.* expected a tensor"),
+        (
+            lambda: TorchEnvs(RslRlEnv(NumberedTensors(2)), group="actor"),
+            r"group is 'actor', but its groups are \['policy', 'critic'\]",
+        ),
+        (
+            lambda: TorchEnvs(RslRlEnv(NumberedTensors(2), form="tensor"), group="actor"),
+            r"group is 'actor', but its observations have no groups",
+        ),
+        (
+            lambda: TorchEnvs(Plain(ROW, (ROW, {})), action_space=ACTIONS).step(np.zeros((2, 2))),
+            r"step gave a tuple of 2, expected \(observations, rewards, dones, extras\) or \(observations, rewards",
+        ),
+    ],
+)
+def test_what_is_no_environment_of_tensors_is_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(EnvError, match=text):
+        make()
