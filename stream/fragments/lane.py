@@ -32,6 +32,7 @@ from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, 
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 
 F = TypeVar("F", bound=Fragment)
+_BOOL = np.dtype(np.bool_)
 
 
 class LaneMemory(Protocol):
@@ -409,6 +410,7 @@ class Lane(SlotLane):
         super().__init__(index, layout, observation_space, LaneColumns(layout, memory, is_shared=is_shared))
         self.memory = memory
         self.policy_version = self._version_written = 0
+        self._shape = (layout.num_slots,)
         self.row = layout.lookback
         self._last_row = layout.lookback + layout.num_rows  # the fragment is cut here
         self.at_start, self.is_full = True, False
@@ -482,11 +484,23 @@ class Lane(SlotLane):
         final                      last observations any[K, ...] of the K slots that ended, in new arrays, and their
                                    infos, where `observations` already has the next episodes' first
         """
-        answer = {Columns.REWARDS: rewards, Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds}
-        write_row(self.fragment.columns, self.row, answer)
+        columns, row, shape, done = self.fragment.columns, self.row, self._shape, None
+        if (
+            type(terminateds) is type(truncateds) is np.ndarray
+            and terminateds.dtype is _BOOL is truncateds.dtype
+            and terminateds.shape == shape == truncateds.shape
+            # To look for a 1 in the bytes takes a fifth of the time that numpy takes to join the flags and to look.
+            and 1 not in terminateds.tobytes()
+            and 1 not in truncateds.tobytes()
+        ):
+            write_row(columns, row, {Columns.REWARDS: rewards})  # flags are False before
+        else:
+            answer = {Columns.REWARDS: rewards, Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds}
+            write_row(columns, row, answer)
+            done = self._ends(row)
         if final is not None:
             final = final[0], copied(final[1])
-        self._advance(copied(infos) if infos else infos, final)
+        self._advance(copied(infos) if infos else infos, final, done)
         self._take_observations(observations)
 
     def replace_action(self, slot: int, action: Tree) -> None:
@@ -504,7 +518,7 @@ class Lane(SlotLane):
 
         `infos` and `final` are as for `record_step`.
         """
-        self._advance(infos, final)
+        self._advance(infos, final, self._ends(self.row))
         self._take_written_observations()
 
     def take_reset(self, infos: Mapping[str, Any]) -> None:
@@ -540,22 +554,28 @@ class Lane(SlotLane):
         self._dead = None
         return len(slots) - int(np.count_nonzero(dead)) if is_under_way else 0
 
-    def _advance(self, infos: Mapping[str, Any], final: tuple[Tree, Mapping[str, Any]] | None) -> None:
-        fragment, row, slots = self.fragment, self.row, self.layout.num_slots
-        columns = fragment.columns
-        terminateds, truncateds = columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row]
+    def _ends(self, row: int) -> NDArray[np.bool_] | None:
+        """bool[N]: the slots whose episodes end in a row; None: no slot's does."""
+        columns = self.fragment.columns
+        done = columns[Columns.TERMINATEDS].tree[row] | columns[Columns.TRUNCATEDS].tree[row]
+        return done if 1 in done.tobytes() else None
+
+    def _advance(
+        self,
+        infos: Mapping[str, Any],
+        final: tuple[Tree, Mapping[str, Any]] | None,
+        done: NDArray[np.bool_] | None,
+    ) -> None:
+        """Move on to the next row. `done` has the ends, bool[N]; None: there are none."""
+        row = self.row
         self.row = following = row + 1
-        self.num_steps += slots
+        self.num_steps += self.layout.num_slots
         self.vector_steps += 1
         if self.at_start:
             self.at_start = self._typing = False
         if following == self._last_row:
             self.is_full = True
-        fragment.infos[following] = infos
-        done = None
-        # To look for a 1 in the bytes takes a fifth of the time that numpy takes to join the flags and to look.
-        if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
-            done = np.logical_or(terminateds, truncateds)
+        self.fragment.infos[following] = infos
         if self._dead is not None:
             done = self._wake(self._dead, done, row)
         if done is not None:
@@ -616,6 +636,8 @@ class Lane(SlotLane):
         columns = self.columns.like(old.columns, are_written=self.observation_space is self.observation_spaces[0])
         for name, column in columns.items():
             column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
+        if self.memory is None:
+            columns[Columns.TERMINATEDS].tree[lookback:] = columns[Columns.TRUNCATEDS].tree[lookback:] = False
         self.episode_start -= rows
         new = self._fragment(old.sequence + 1, columns, Fragment)
         if self._dead is not None:
