@@ -45,6 +45,7 @@ COMMON_INFO = "__common__"  # the key of infos that are no agent's; told to nobo
 
 _NAMES = ("observations", "rewards", "terminateds", "truncateds", "infos")
 _FLAGS = ("terminateds", "truncateds")
+_FLOAT32 = np.dtype(np.float32)
 _MAPPING_ERRORS = (AttributeError, KeyError, TypeError, ValueError)  # of what is no dict, or has unknown agents
 
 
@@ -327,6 +328,18 @@ class ArrayEnvs:
         self._checks = checks_of(self.parts, deviations)
         self._steps_made = 0
         self._items = [item_of(part.observation_space) for part in self.parts]
+        # Of observations that are one array: the dtype and shape that need no look, and the shape by agent slots.
+        self._whole = [
+            (item.dtype, (self.num_envs, size, *item.shape), (self.num_envs * size, *item.shape))
+            if isinstance(item, np.ndarray)
+            else None
+            for item, size in zip(self._items, self._sizes, strict=True)
+        ]
+        # Of a step with which nothing ends, which is nearly every one.
+        self._none_ended = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        self._none_flagged = [(np.zeros(self.num_envs * size, np.bool_),) * 2 for size in self._sizes]
+        for each in (*self._none_ended, *(flags for flags, _ in self._none_flagged)):
+            each.flags.writeable = False
 
     def tell_resets(self, turn: Turn) -> bool:
         """Return False: resets can't be told from the step that they are in."""
@@ -362,21 +375,20 @@ class ArrayEnvs:
         truncateds = self._flags(made.truncateds, "truncateds")
         if len(made.rewards) != len(self.parts):
             raise EnvError(f"rewards of {len(made.rewards)} parts, expected {len(self.parts)}")
+        (ended, truncated), flagged = self._none_ended, self._none_flagged
+        if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
+            ended = np.flatnonzero(terminateds | truncateds)
+            truncated = ~terminateds[ended]
+            flagged = [(np.repeat(terminateds, size), np.repeat(truncateds, size)) for size in self._sizes]
         parts = [
-            PartStep(
-                Observed(None, tree),
-                self._rewards(rewards, part),
-                np.repeat(terminateds, self._sizes[part]),
-                np.repeat(truncateds, self._sizes[part]),
-            )
+            PartStep(Observed(None, tree), self._rewards(rewards, part), *flagged[part])
             for part, (tree, rewards) in enumerate(zip(observations, made.rewards, strict=True))
         ]
-        ended = np.flatnonzero(terminateds | truncateds)
         self._slots.steps += 1
         infos = self._checked_infos(made.infos, range(self.num_envs), "infos")
         first = self._first(made, ended)
         first_infos = self._checked_infos(made.first_infos, ended.tolist(), "first infos")
-        return VectorStep(parts, ended, ~terminateds[ended], first, infos, first_infos)
+        return VectorStep(parts, ended, truncated, first, infos, first_infos)
 
     def close(self) -> None:
         """Close the environments."""
@@ -412,7 +424,11 @@ class ArrayEnvs:
         for part, (size, (slots, tree)) in enumerate(zip(self._sizes, actions, strict=True)):
             if slots is not None:
                 self._slots.check_acting(part, slots, None)
-            by_env.append(map_tree(lambda leaf, size=size: leaf.reshape(self.num_envs, size, *leaf.shape[1:]), tree))
+            if type(tree) is np.ndarray:
+                by_env.append(tree.reshape(self.num_envs, size, *tree.shape[1:]))
+            else:
+                shape = self.num_envs, size
+                by_env.append(map_tree(lambda leaf, shape=shape: leaf.reshape(*shape, *leaf.shape[1:]), tree))
         return by_env
 
     def _flat(self, trees: Sequence[Tree], num_envs: int, name: str) -> list[Tree]:
@@ -420,7 +436,10 @@ class ArrayEnvs:
         if len(trees) != len(self.parts):
             raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
         flat = []
-        for part, (tree, item) in enumerate(zip(trees, self._items, strict=True)):
+        for part, (tree, item, whole) in enumerate(zip(trees, self._items, self._whole, strict=True)):
+            if whole is not None and type(tree) is np.ndarray and tree.shape == whole[1] and tree.dtype is whole[0]:
+                flat.append(tree.reshape(whole[2]))
+                continue
             try:
                 flat.append(map_tree(partial(self._rows, part, num_envs, name), item, tree))
             except EnvError:
@@ -436,7 +455,9 @@ class ArrayEnvs:
         return rows
 
     def _rewards(self, rewards: Any, part: int) -> NDArray[np.float32]:
-        self._check_array(rewards, (self.num_envs, self._sizes[part]), np.dtype(np.float32), part, "rewards")
+        shape = self.num_envs, self._sizes[part]
+        if not (type(rewards) is np.ndarray and rewards.dtype is _FLOAT32 and rewards.shape == shape):
+            self._check_array(rewards, shape, _FLOAT32, part, "rewards")
         return finite_float32(rewards.reshape(-1), lambda slot: self._slots.named(self._slots.bounds[part] + slot))
 
     def _check_array(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], part: int, name: str) -> None:
@@ -456,6 +477,8 @@ class ArrayEnvs:
 
     def _checked_infos(self, infos: Any, envs: Sequence[int], name: str) -> AgentInfos:
         """Infos of these environments. Raises EnvError for what is not agent -> dict."""
+        if type(infos) is tuple and not infos:
+            return ()
         if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
             raise EnvError(
                 f"environments from {self._first_env}: {name} are {shown(infos)}, expected a dict for each of "
