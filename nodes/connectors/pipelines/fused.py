@@ -6,7 +6,9 @@ them would in turn, or None where they can't: then the pieces are called.
 
 import abc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import optree
@@ -60,6 +62,7 @@ class FusedPieces(abc.ABC):
     def __init__(self, pieces: Sequence[Any]) -> None:
         self._pieces = pieces
         self._module: Any = _UNKNOWN
+        self._resolved: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of modules that act in turns
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._pieces,)
@@ -69,6 +72,17 @@ class FusedPieces(abc.ABC):
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
         """The batch that the pieces make; None: they are to be called."""
+
+    def _known(self, module: Any) -> Any:
+        """What has been resolved for a module before; None: nothing."""
+        try:
+            return self._resolved.get(module)
+        except TypeError:  # of a kind that is not referred to weakly
+            return None
+
+    def _keep(self, module: Any, resolved: Any) -> None:
+        with suppress(TypeError):
+            self._resolved[module] = resolved
 
 
 def fused_tail(pieces: Sequence[ConnectorV2], first: int) -> tuple[int, FusedPieces | None]:
@@ -117,7 +131,11 @@ class FusedObservations(FusedPieces):
     def batch_of(self, rl_module: Any, observations: Tree) -> Batch | None:
         """The batch that the pieces make of observations, any[N, ...]; None where they are to be called."""
         if rl_module is not self._module:
-            self._module, self._fits = rl_module, self._fit(rl_module)
+            fits = self._known(rl_module)
+            if fits is None:
+                fits = self._fit(rl_module)
+                self._keep(rl_module, fits)
+            self._module, self._fits = rl_module, fits
         if not self._fits:
             return None
         if type(observations) is np.ndarray:
@@ -267,6 +285,11 @@ class FusedActions(FusedPieces):
         return is_usable
 
     def _resolve(self, module: Any, explore: Any, logits: torch.Tensor) -> None:
+        known = None if module is self._module else self._known(module)
+        if known is not None and known[0] is explore:
+            self._module, self._asks = module, False
+            self._explore, self._made, self._type, self._is_categorical, self._one, self._may_mask = known
+            return
         made = self._get.distribution_type(module, explore=explore)
         if made is not self._made:
             one = made.from_logits(logits) if type(made) is DistributionType else None
@@ -277,6 +300,9 @@ class FusedActions(FusedPieces):
         own = getattr(getattr(module, name, None), "__func__", None)
         self._asks = own is not getattr(RLModule, name)
         self._module, self._explore, self._may_mask = module, explore, may_mask(module)
+        if not self._asks:
+            known = explore, self._made, self._type, self._is_categorical, self._one, self._may_mask
+            self._keep(module, known)
 
 
 _INTO_MODULE = (AddObservationsFromEpisodesToBatch, BatchIndividualItems, NumpyToTensor)
