@@ -196,7 +196,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                     part.ended.take(ended)
             part.commit_ended()
         for place, slots in part.by_module(part.acting):
-            shown, acting = part.show(slots), lane.modules[place]
+            shown, acting = part.show(slots, place), lane.modules[place]
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.step
             batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)

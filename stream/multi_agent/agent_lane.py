@@ -31,6 +31,61 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, 
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 
 Slots = NDArray[np.int64]
+_ACTIONS = {Columns.ACTIONS: Columns.ACTIONS}
+
+
+class SlotBlock:
+    """The slots of one module in the rows of a fragment, where it serves the same agents in every environment.
+
+        lane      whose slots all stand in one row
+        slots     i64[K] of the lane's N environments, environment by environment
+        places    of the agents in their part, K / N of them at equal distances
+
+    All arrays are views: `[row, environment, agent, ...]` of the fragment's columns.
+    """
+
+    def __init__(self, lane: "AgentLane", slots: Slots, places: slice) -> None:
+        agents = len(lane.part.agents)
+        self._shape = lane.layout.num_slots // agents, agents
+        self._places, self._count = places, len(slots)
+        self._columns = lane.fragment.columns
+        self._observations = map_tree(self._rows_of, self._columns[Columns.OBS].tree)
+        self._versions = self._rows_of(self._columns[Columns.POLICY_VERSION].tree)
+        self._waits = lane.waits.reshape(self._shape)[:, places]
+        self._outputs: list[tuple[str, NDArray[Any], tuple[int, ...]]] | None = None
+        self._version: int | None = None  # that all later rows have
+
+    def observations(self, row: int) -> Tree:
+        """The observations of the slots in a row, a tree of arrays any[K, ...]."""
+        return map_tree(lambda leaf: leaf[row].reshape(self._count, *leaf.shape[3:]), self._observations)
+
+    def write(self, row: int, names: Mapping[str, str], outputs: Mapping[str, Tree], version: int) -> bool:
+        """Write what `AgentLane.record_actions` is given; False: an output is to be looked at before it is written.
+
+        names    output -> its column, for all but `actions`
+        """
+        if self._outputs is None:
+            columns = {name: self._columns[column].tree for name, column in {**_ACTIONS, **names}.items()}
+            if not all(isinstance(column, np.ndarray) for column in columns.values()):
+                return False
+            self._outputs = [
+                (name, self._rows_of(column), (self._count, *column.shape[2:])) for name, column in columns.items()
+            ]
+        if len(outputs) != len(self._outputs):
+            return False
+        for name, rows, shape in self._outputs:
+            values = outputs.get(name)
+            if type(values) is not np.ndarray or values.dtype is not rows.dtype or values.shape != shape:
+                return False
+            rows[row] = values.reshape(rows.shape[1:])
+        if version != self._version:
+            # Later rows are written too: versions change seldom.
+            self._versions[row:] = self._version = version
+        self._waits.fill(True)
+        return True
+
+    def _rows_of(self, column: NDArray[Any]) -> NDArray[Any]:
+        return column.reshape(len(column), *self._shape, *column.shape[2:])[:, :, self._places]
 
 
 class AgentLane(SlotLane):
@@ -83,6 +138,8 @@ class AgentLane(SlotLane):
         self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
+        self._blocks: dict[int, SlotBlock | None] = {}  # of these slots in this fragment, by the module's place
+        self._nobody = self.everyone[:0]
 
     # Recording
 
@@ -106,6 +163,9 @@ class AgentLane(SlotLane):
             names = self._outputs[module] = {
                 name: self._column_for(name, values) for name, values in outputs.items() if name != Columns.ACTIONS
             }
+        block = self._block(module, slots)
+        if block is not None and block.write(self._row, names, outputs, version):  # type: ignore[arg-type]
+            return
         columns = self.fragment.columns
         try:
             self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
@@ -126,8 +186,17 @@ class AgentLane(SlotLane):
 
         vector_step    its number, counted from 1
         """
+        if (
+            self.acting is self.everyone  # so that no slot has a reward from before
+            and step.observed.slots is None
+            and self._row is not None
+            and 0 not in self.waits.tobytes()
+            and not (np.count_nonzero(step.terminateds) or np.count_nonzero(step.truncateds))
+        ):
+            self._record_row(step, vector_step)
+            return self._nobody
         self._fresh[:] = False
-        self._edited, begun = None, self.everyone[:0]
+        self._edited, begun = None, self._nobody
         done = np.logical_or(step.terminateds, step.truncateds)
         if step.observed.slots is None and self._row is not None and self.waits.all():
             self._record_all(step, done, vector_step)
@@ -191,6 +260,7 @@ class AgentLane(SlotLane):
         changed = self.module[slots] != modules
         if changed.any():
             slots, modules, self._groups = slots[changed], modules[changed], None
+            self._blocks.clear()
             self.module[slots] = modules
             for row in np.unique(self.at[slots]).tolist():
                 here = self.at[slots] == row
@@ -213,6 +283,8 @@ class AgentLane(SlotLane):
     def recorded_actions(self) -> tuple[Slots | None, Tree]:
         """The slots that act (None: all) and copies of their recorded actions, a tree of arrays `any[K, ...]`."""
         column, slots = self.fragment.columns[Columns.ACTIONS], self.acting
+        if slots is self.everyone and self._row is not None:
+            return None, map_tree(np.copy, column.row(self._row))
         actions = column.items(self.rows_of(slots), slots)
         return (None if len(slots) == self.layout.num_slots else slots), actions
 
@@ -257,10 +329,15 @@ class AgentLane(SlotLane):
         made.module_id = self.module_id(module)
         return made
 
-    def show(self, slots: Slots) -> LaneEpisodes:
-        """The episodes of some acting slots, for pieces; `commit` records the observations that they leave."""
+    def show(self, slots: Slots, module: int) -> LaneEpisodes:
+        """The episodes of a module's acting slots, for pieces; `commit` records the observations that they leave.
+
+        module    place of the module
+        """
         is_settled = self._edited is None and self.raw is None
-        return self._show(slots, self._newest(slots), is_settled=is_settled)
+        block = self._block(module, slots) if is_settled else None
+        newest = self._newest(slots) if block is None else block.observations(self._row)  # type: ignore[arg-type]
+        return self._show(slots, newest, is_settled=is_settled)
 
     def show_ended(self, slots: Slots) -> LaneEpisodes:
         """The episodes of some of the slots that ended with the last step, for pieces; see `EndedEpisodes.take`."""
@@ -326,6 +403,7 @@ class AgentLane(SlotLane):
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(map(self.module_id, range(len(self.modules)))), self._outputs_by_id()
         self._hand_on(new, self.at)
+        self._blocks.clear()
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
         old.seal_at(self.at.copy())
@@ -352,6 +430,7 @@ class AgentLane(SlotLane):
 
     def release(self) -> None:
         super().release()
+        self._blocks.clear()
         self.shown = None
 
     # Inside
@@ -366,6 +445,37 @@ class AgentLane(SlotLane):
             if vector_step > begin > self._begun_at[slot]:
                 sums[slot] = vector_step, sums.get(slot, (0, 0.0))[1] + reward
         return [(vector_step, slot, reward) for slot, (vector_step, reward) in sums.items()]
+
+    def _block(self, module: int, slots: Slots) -> SlotBlock | None:
+        """The slots that a module serves, as `by_module` gives them, in rows of the fragment; None: they are no block.
+
+        They are one only while all slots act and stand in one row.
+        """
+        if self._row is None or self.acting is not self.everyone:
+            return None
+        if module not in self._blocks:
+            places = places_of(slots, len(self.part.agents), self.layout.num_slots)
+            self._blocks[module] = None if places is None else SlotBlock(self, slots, places)
+        return self._blocks[module]
+
+    def _record_row(self, step: PartStep, vector_step: int) -> None:
+        """Write a step with which no episode ends, where all slots act before it and after it.
+
+        Flags are False already, and all slots are in `acting`.
+        """
+        assert self._row is not None
+        self._row = row = self._row + 1
+        columns, observations = self.fragment.columns, step.observed.observations
+        columns[Columns.REWARDS].write(row - 1, step.rewards)
+        self.waits.fill(False)
+        self.at += 1
+        self.num_steps += self.layout.num_slots
+        self._edited = None
+        if self.raw is None:
+            columns[Columns.OBS].write(row, observations)
+        else:
+            self.raw.write_items(0, self.everyone, observations)
+        self.fragment.clock[row] = vector_step
 
     def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
         """Write a step after which all slots have an observation, and before which all acted."""
@@ -502,6 +612,7 @@ class AgentLane(SlotLane):
         if space is not self.observation_space:
             self.raw = Column.empty(Columns.OBS, row_of(self.observation_space, self.layout.num_slots), 1)
             self.raw.write(0, self._column.row(self.layout.lookback))
+            self._blocks.clear()
         super()._retype(space)
 
     def _write(self, column: Column, slots: Slots, values: Tree) -> None:
@@ -552,6 +663,19 @@ class AgentLane(SlotLane):
 def _grouped(modules: NDArray[np.int16], slots: Slots) -> list[tuple[int, Slots]]:
     """Pairs (module, i64[K] slots) of slots, i64[S], by their modules, i16[S]."""
     return [(module, slots[modules == module]) for module in np.unique(modules).tolist()]
+
+
+def places_of(slots: Slots, agents: int, num_slots: int) -> slice | None:
+    """The places of some of `agents` agents whose slots, in every environment, are the ascending ones given.
+
+    None: they are not at equal distances, or not the same in every environment.
+    """
+    envs = num_slots // agents
+    own = slots[: len(slots) // envs].tolist()
+    step = own[1] - own[0] if len(own) > 1 else 1
+    places = range(agents)[own[0] : own[-1] + 1 : step] if own and own[-1] < agents else range(0)
+    everywhere = np.add.outer(np.arange(envs) * agents, np.array(places, np.int64)).reshape(-1)
+    return slice(own[0], own[-1] + 1, step) if len(places) and np.array_equal(slots, everywhere) else None
 
 
 def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
