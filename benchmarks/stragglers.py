@@ -83,6 +83,8 @@ def _ours(where: Any) -> Iterator[Take]:
         "prefetch": 1,
         "seed": 0,
     }
+    if where == "processes":
+        options["workers"] = SLOTS  # else as many as cores, in each of which environments sleep in turn
     with Rollout(SleepEnv, module=Mlp(), fragment_length=FRAGMENT_LENGTH, **options) as rollout:
         batches = iter(rollout.batches())
         yield lambda: len(next(batches)["obs"])
