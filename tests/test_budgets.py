@@ -39,10 +39,10 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/logs": (737, 13),
     "nodes/metrics": (592, 11),
     "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
-    "nodes/offloaded": (1908, 36),
+    "nodes/offloaded": (1918, 36),  # rows after which slots end
     "nodes/policies": (2630, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1574, 21),
-    "nodes/stages": (2013, 26),  # rewards that are not finite refused
+    "nodes/stages": (2015, 26),  # rewards that are not finite refused, by rows where slots end apart
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (893, 21),
     "rollflow": (102, 0),
@@ -54,7 +54,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1389, 35),  # closing, columns of dicts, packages that are missing, callers warned
     "stream/episodes": (1679, 13),
-    "stream/fragments": (1344, 23),  # infos of several agents; flags written where an episode ends
+    "stream/fragments": (1354, 23),  # infos of several agents; flags written where an episode ends
     "stream/graph": (2642, 40),  # tasks that read several outputs; bound calls of nodes
     "stream/multi_agent": (1381, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (857, 12),  # an end's address, secret and TLS checked once

@@ -12,6 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
@@ -117,6 +118,8 @@ def described(fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> Plain:
         fields["infos"] = fragment.infos
     if fragment.custom_data:
         fields["custom_data"] = [[*key, data] for key, data in fragment.custom_data.items()]
+    if not fragment.is_even:
+        fields["stops"] = fragment.stops
     return fields
 
 
@@ -167,7 +170,6 @@ def _described_part(part: AgentFragment, seen: Sequence[gym.Space[Any]]) -> Plai
     ends = [[*key, vector_step] for key, vector_step in part.ends.items()]
     return described(part, seen) | {
         "forms": _forms_of(part),
-        "stops": part.stops,
         "module_ids": list(part.module_ids),
         "outputs": {module_id: dict(names) for module_id, names in part.outputs.items()},
         "ends": np.array(ends, np.int64).reshape(-1, 3),
@@ -235,7 +237,10 @@ def fragment_of(
     with _refusing("it is no fragment"):
         fragment: Fragment = _begun(message.lane, message.columns, message.rest, layout, spaces, is_checked=is_checked)
         _complete(fragment, message.rest)
-        fragment.seal(message.rest["num_rows"])
+        if "stops" in message.rest:
+            fragment.seal_at(_checked_stops(fragment, message.rest))
+        else:
+            fragment.seal(message.rest["num_rows"])
         if lost is not None:
             fragment.begin_after_loss(lost)
         if is_checked:
@@ -404,16 +409,24 @@ def _part_in(
     return fragment
 
 
+def _checked_stops(fragment: Fragment, entries: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The row after each slot's last step. Raises WireError where they are not those of the fragment's rows."""
+    stops: NDArray[np.int64] = entries["stops"]
+    first, stop = fragment.first_row, fragment.first_row + entries["num_rows"]
+    check_array("stops", stops, np.int64, (fragment.layout.num_slots,), first, stop)
+    if int(stops.max()) != stop:
+        raise wrong(f"stops are {shown(stops)}, expected the last at {stop}")
+    return stops
+
+
 def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: int) -> None:
     """Take over where the agent slots stand. Raises WireError where they can't stand there.
 
     last    last vector step of the fragment
     """
     slots, first, stop = fragment.layout.num_slots, fragment.first_row, fragment.first_row + entries["num_rows"]
-    stops, ends, early = entries["stops"], entries["ends"], entries["early"]
-    check_array("stops", stops, np.int64, (slots,), first, stop)
-    if int(stops.max()) != stop:
-        raise wrong(f"stops are {shown(stops)}, expected the last at {stop}")
+    ends, early = entries["ends"], entries["early"]
+    stops = _checked_stops(fragment, entries)
     for name, dtype in _OF_SLOTS.items():
         check_array(name, entries[name], dtype, (slots,))
         setattr(fragment, name, entries[name])

@@ -242,7 +242,9 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         first_step, slots = lane.vector_steps - fragment.num_rows, lane.layout.num_slots
 
         def named(place: int) -> str:
-            return f"lane {lane.index}, slot {place % slots}, vector step {first_step + place // slots}"
+            row, slot = divmod(place, slots)
+            step = f"vector step {first_step + row}" if fragment.is_even else f"its step {row} in {fragment.describe()}"
+            return f"lane {lane.index}, slot {slot}, {step}"
 
         if self._finite:
             rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)

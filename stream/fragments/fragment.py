@@ -168,6 +168,12 @@ class Fragment:
         self.losses: list[Loss] = []
         self.infos: list[Mapping[str, Any]] = [{}] * (layout.lookback + layout.num_rows + 1)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self._stops: NDArray[np.int64] | None = None  # where slots end in different rows
+
+    @property
+    def is_even(self) -> bool:
+        """True if every slot ends with the last row; else what is behind a slot's `stops` has no meaning."""
+        return self._stops is None
 
     @property
     def first_row(self) -> int:
@@ -182,7 +188,7 @@ class Fragment:
     @property
     def stops(self) -> NDArray[np.int64]:
         """i64[N]: the row after the last transition of every slot."""
-        return np.full(self.layout.num_slots, self.last_row)
+        return np.full(self.layout.num_slots, self.last_row) if self._stops is None else self._stops
 
     @property
     def num_steps(self) -> int:
@@ -216,8 +222,10 @@ class Fragment:
 
     @property
     def policy_version(self) -> int:
-        """The oldest policy version that an action of this fragment was computed with."""
-        return int(self.column(Columns.POLICY_VERSION).min())
+        """The oldest policy version that an action of this fragment was computed with; -1: there is no action."""
+        if self.is_even:
+            return int(self.column(Columns.POLICY_VERSION).min())
+        return -1 if self.is_empty else int(self.gather(Columns.POLICY_VERSION).min())
 
     def policy_versions(self) -> Mapping[str, int]:
         """Module -> `policy_version`; "" stands for the only module."""
@@ -484,10 +492,16 @@ class Fragment:
         for column in self.columns.values():
             column.seal()
 
+    def seal_at(self, stops: NDArray[np.int64]) -> None:
+        """End every slot at the row in `stops`, i64[N], and make columns read-only. No flag is set in later rows."""
+        self._stops = stops
+        self.seal(int(stops.max()) - self.first_row)
+
     def describe(self) -> str:
         """A text of the fragment's lane and steps, for errors."""
         first = self.sequence * self.layout.num_rows
-        return f"lane {self.lane}, vector steps {first} to {first + self.num_rows}"
+        steps = f"vector steps {first} to {first + self.num_rows}" if self.is_even else f"fragment {self.sequence}"
+        return f"lane {self.lane}, {steps}"
 
     def __repr__(self) -> str:
         slots = self.layout.num_slots

@@ -155,19 +155,8 @@ class AgentFragment(Fragment):
         self.acts = self.waits = np.zeros(slots, np.bool_)
         self.received = np.zeros(slots, np.float32)
         self.serves = np.zeros(slots, np.int16)
-        self._stops = np.full(slots, rows)
+        self._stops: NDArray[np.int64] = np.full(slots, rows)
         self._of_modules: dict[Any, ModuleFragment] = {}
-
-    @property
-    def stops(self) -> NDArray[np.int64]:
-        """i64[S]: the row after the last transition of every slot."""
-        return self._stops
-
-    @property
-    def policy_version(self) -> int:
-        """The oldest policy version that an action of this fragment was computed with; -1: there is no action."""
-        versions = self.gather(Columns.POLICY_VERSION)
-        return int(versions.min()) if len(versions) else -1
 
     @cached_property
     def chunk_modules(self) -> NDArray[np.int16]:
@@ -245,8 +234,7 @@ class AgentFragment(Fragment):
 
     def seal_at(self, stops: NDArray[np.int64]) -> None:
         """End every slot at the row in `stops`, i64[S], and make all arrays read-only. No flag is set in later rows."""
-        self._stops = stops
-        self.seal(int(stops.max()) - self.first_row)
+        super().seal_at(stops)
         self.clock.flags.writeable = self.module_of.flags.writeable = False
 
     def __repr__(self) -> str:
