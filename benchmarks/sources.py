@@ -117,6 +117,44 @@ class SourceLoop:
         return FRAGMENT_LENGTH * self._env.num_envs
 
 
+class AsyncLoop:
+    """The loop over a pool that answers for whichever are ready: `recv`, a pass, `send`; rows as they come."""
+
+    def __init__(self, pool: Any, policy: Any) -> None:
+        self._pool, self._policy, self._size = pool, policy, pool.config["batch_size"]
+        self._turns = FRAGMENT_LENGTH * pool.num_envs // self._size
+        space, actions = pool.single_observation_space, pool.single_action_space
+        empty: Callable[[Any, Any], Any] = lambda each, dtype: np.empty((self._turns, self._size, *each), dtype)  # noqa: E731
+        self._columns = {
+            "obs": empty(space.shape, space.dtype),
+            "actions": empty(actions.shape, np.int64),
+            "inputs": empty(policy.inputs.bias.shape, np.float32),
+            **{name: empty((), np.float32) for name in ("logp", "values", "rewards")},
+            **{name: empty((), np.bool_) for name in ("terminateds", "truncateds")},
+            "ids": empty((), np.int32),
+        }
+        self.batch: dict[str, Any] = {}
+        pool.async_reset()
+
+    def fragment(self) -> int:
+        """One fragment and its batch; how many steps it has."""
+        columns = self._columns
+        with torch.no_grad():
+            for turn in range(self._turns):
+                answer = self._pool.recv()
+                columns["obs"][turn], columns["rewards"][turn] = answer[0], answer[1]
+                columns["terminateds"][turn], columns["truncateds"][turn] = answer[2], answer[3]
+                columns["ids"][turn] = ids = answer[4]["env_id"]
+                output = self._policy._forward({"obs": torch.from_numpy(columns["obs"][turn])})
+                chosen, logp = sampled(output["action_dist_inputs"])
+                columns["actions"][turn] = acted = chosen.numpy()
+                self._pool.send(acted, ids)
+                columns["inputs"][turn], columns["logp"][turn] = output["action_dist_inputs"].numpy(), logp.numpy()
+                columns["values"][turn] = output["vf_preds"].numpy()
+        self.batch = {name: torch.from_numpy(column.copy()).flatten(0, 1) for name, column in columns.items()}
+        return FRAGMENT_LENGTH * int(self._pool.num_envs)
+
+
 def gaussian(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Actions of a diagonal Gaussian, of means and logarithms of deviations, and their log-probabilities."""
     means, logs = inputs.chunk(2, -1)
@@ -130,6 +168,12 @@ def _envpool(slots: int) -> Any:
     return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=slots)
 
 
+def _envpool_async(slots: int) -> Any:
+    import envpool
+
+    return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=slots, batch_size=slots // 4)
+
+
 def _atari(slots: int) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
@@ -140,6 +184,7 @@ def _atari(slots: int) -> Any:
 SOURCES: tuple[tuple[str, str, Callable[[int], Any], tuple[int, ...]], ...] = (
     ("observations of ten arrays", "numpy", NestedEnv, (8, 64)),
     ("EnvPool, CartPole", "envpool", _envpool, (8, 64)),
+    ("EnvPool, CartPole, a quarter ready", "envpool", _envpool_async, (64,)),
     ("ALE's vector form, Pong", "ale_py", _atari, (8,)),
     ("MuJoCo, HalfCheetah", "mujoco", partial(side_by_side, "HalfCheetah-v5"), (8,)),
 )
@@ -163,7 +208,8 @@ def _measured(name: str, make: Callable[[int], Any], slots: int, sizes: Sizes) -
         options["num_envs"] = slots
     with Rollout(ours, module=SmallMlp, **options) as rollout:
         env = make(slots)
-        loop = SourceLoop(env, SmallMlp(env.single_observation_space, env.single_action_space))
+        policy = SmallMlp(env.single_observation_space, env.single_action_space)
+        loop = AsyncLoop(env, policy) if make is _envpool_async else SourceLoop(env, policy)
         batches = iter(rollout.batches())
         return paired(name, slots, lambda: len(next(batches)["rewards"]), loop.fragment, aim=0.95, sizes=sizes)
 

@@ -13,6 +13,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.argument_checks import is_whole
+from rollflow.nodes.env.async_pool import AsyncPool, is_asynchronous
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, autoreset_mode, nothing
 from rollflow.stream.data.closing import close_all, closing_on_error
@@ -74,11 +75,21 @@ class LaneMaker:
             _check_spaces(made, name)
         return made
 
-    def lane_env(self, deviations: Deviations, where: str = "") -> LaneVectorEnv:
-        """The vector environment as a lane takes it. Raises EnvError as `make`."""
+    def lane_env(self, deviations: Deviations, where: str = "", *, may_be_async: bool = False) -> Any:
+        """The vector environment as a lane takes it: a `LaneVectorEnv`, or an `AsyncPool` where that may be.
+
+        Raises EnvError as `make`, and for an asynchronous pool where there may be none.
+        """
         made = self.make()
         with closing_on_error(made.close if self.can_travel else nothing):
-            return LaneVectorEnv(made, deviations=deviations, where=where)
+            if not is_asynchronous(made):
+                return LaneVectorEnv(made, deviations=deviations, where=where)
+            if not may_be_async:
+                raise EnvError(
+                    f"{where}{type(made).__name__} answers for some of its environments at a time (batch_size), which "
+                    "works with where='inline' alone; expected that, or a pool without batch_size"
+                ).see("environment")
+            return AsyncPool(made, deviations=deviations, where=where)
 
     def _make_new(self) -> VectorEnv[Any, Any, Any]:
         spec = self.spec

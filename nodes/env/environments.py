@@ -1,6 +1,6 @@
 """Environments of a rollout, with one agent or several, stepped in this process by whoever asks for the next step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from rollflow.nodes.env.async_pool import AsyncPool
 from rollflow.nodes.env.env_source import (
     Autoreset,
     EnvSource,
@@ -27,6 +28,7 @@ from rollflow.stream.data.errors import EnvError, located, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.fragments.lane import Lane, LaneMemory
+from rollflow.stream.fragments.ready_lane import ReadyLane
 from rollflow.stream.multi_agent.agent_part import AgentPart, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
@@ -61,6 +63,17 @@ class Environments(LaneSource):
         lane: Lane | None = self.hand_over(actions)
         return lane
 
+    def finish(self) -> Iterator[Lane]:
+        """The lanes that had steps under way, with these: no more steps are asked for."""
+        for lane in self.lanes:
+            if isinstance(lane, ReadyLane) and lane.take_rest():
+                yield lane
+
+    def close(self) -> None:
+        """Close all environments that this node made itself; steps under way are counted as unrecorded."""
+        self.unrecorded_steps += sum(lane.in_flight for lane in self.lanes if isinstance(lane, ReadyLane))
+        super().close()
+
     # Overridden by other ways of stepping
 
     def _makers(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[LaneMaker]:
@@ -68,9 +81,13 @@ class Environments(LaneSource):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         """One vector environment per lane."""
-        here: list[LaneVectorEnv] = []
+        here: list[LaneVectorEnv | AsyncPool] = []
         for lane, maker in enumerate(self._makers(env, num_envs, lanes)):
-            here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
+            here.append(
+                maker.lane_env(
+                    self.deviations, f"lane {self._first_lane + lane}, ", may_be_async=type(self) is Environments
+                )
+            )
             if maker.can_travel:
                 self._opened.append((f"the environments of lane {lane}", here[-1]))
         check_apart("slots", (env for each in here if isinstance(each.env, SideBySide) for env in each.env.envs))
@@ -112,6 +129,8 @@ class Environments(LaneSource):
 
     def _lane(self, index: int, vector: VectorEnv[Any, Any, Any], first_slot: int) -> Lane:
         layout = self._layout(index, vector, self.seed)
+        if self._here and isinstance(here := self._here[index - self._first_lane], AsyncPool):
+            return ReadyLane(index, layout, self.observation_space, here.receive, is_shared=self.is_shared)
         return Lane(index, layout, self.observation_space, self._memory(index), is_shared=self.is_shared)
 
     def _layout(self, index: int, vector: VectorEnv[Any, Any, Any], seed: int) -> FragmentLayout:

@@ -130,8 +130,8 @@ class ModuleForward:
             turn.batch, turn.policy_version = part, self.policy_version
 
     def rows(self, lane: Lane) -> int:
-        """Rows of a lane in a pass: its slots."""
-        return lane.layout.num_slots
+        """Rows of a lane in a pass: the slots of its turn."""
+        return len(lane.episodes)
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One pass with one version of the weights."""

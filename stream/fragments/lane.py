@@ -609,7 +609,7 @@ class Lane(SlotLane):
         if shown is self.episodes and is_written and self._typing:
             self._retype(space)
         if shown is self.episodes and space is self.observation_space:
-            self._write(self._column, self.everyone, fitting)
+            self._write(self._column, shown.slots, fitting)
         else:
             super().convert(shown, space, fitting, is_written=is_written)
 
@@ -707,13 +707,7 @@ class Lane(SlotLane):
                 self.fragment.columns[name].tree[row, slots] = False
             done[slots] = False
         rewards = self.fragment.columns[Columns.REWARDS].tree[row][slots]
-        if np.count_nonzero(rewards):
-            place = int(rewards.nonzero()[0][0])
-            raise EnvError(
-                f"slot {slots[place]} gave a reward of {rewards[place]:g} in the step after the end of its episode, "
-                "which under NEXT_STEP autoreset is a mere reset, with a reward of 0: its environment resets in the "
-                "step that ends an episode; expected the mode SAME_STEP, with last observations in infos['final_obs']"
-            ).see("autoreset")
+        check_reset_rewards(slots, rewards)
         self.num_steps -= len(slots)
         self.episode_start[slots] = row + 1
         self.episode_number += dead
@@ -723,3 +717,14 @@ class Lane(SlotLane):
     def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
         self.episode_start[slots] = row
         self.episode_number[slots] += 1
+
+
+def check_reset_rewards(slots: NDArray[np.int64], rewards: NDArray[Any]) -> None:
+    """Raise EnvError where slots, i64[K], have a reward, number[K], of a step that was to be a mere reset."""
+    if np.count_nonzero(rewards):
+        place = int(rewards.nonzero()[0][0])
+        raise EnvError(
+            f"slot {slots[place]} gave a reward of {rewards[place]:g} in the step after the end of its episode, "
+            "which under NEXT_STEP autoreset is a mere reset, with a reward of 0: its environment resets in the "
+            "step that ends an episode; expected the mode SAME_STEP, with last observations in infos['final_obs']"
+        ).see("autoreset")

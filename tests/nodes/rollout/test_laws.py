@@ -9,25 +9,40 @@ import pytest
 import torch
 from drawn_rollouts import Setting, drawn_settings, rollout_of
 from fragment_equality import assert_alike
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, logits_of, numbered_envs
 from piece_forms import ByEpisodes, equal
 from property_examples import examples
+from stand_in_pool import StandInPool
 from ways import WAYS
 
 from rollflow import Fragment, GeneralAdvantageEstimation, Rollout
 from rollflow.nodes import LambdaConnector
 
 few = settings(max_examples=examples(40))
-MODES = st.sampled_from(list(AutoresetMode))
+READY = "ready"  # whichever slots are ready, of a pool that answers for some at a time
+Mode = AutoresetMode | str
+MODES = st.sampled_from([*AutoresetMode, READY])
 
 
-def made(drawn: Setting, mode: AutoresetMode, **options: Any) -> tuple[list[NumberedEnv], Rollout]:
+def made(drawn: Setting, mode: Mode, **options: Any) -> tuple[list[NumberedEnv], Rollout]:
     """The environments, and a rollout over vector environments of them, one per lane."""
     envs, makers = numbered_envs(drawn.slots, lengths=(1, drawn.longest), nested=drawn.nested)
+    if mode == READY:
+        lanes = np.array_split(np.arange(drawn.slots), drawn.lanes)
+        pools = [pool_of([envs[slot] for slot in lane], drawn.seed) for lane in lanes]
+        return envs, rollout_of(drawn, pools, **{"num_fragments": None, **options})
     given = {"lanes": drawn.lanes, "autoreset_mode": mode, "num_fragments": None, **options}
     return envs, rollout_of(drawn, makers, **given)
+
+
+def pool_of(envs: list[NumberedEnv], seed: int) -> Any:
+    """A pool that answers for some of the environments at a time; of one alone there is none."""
+    if len(envs) == 1:
+        return SyncVectorEnv([lambda: envs[0]], autoreset_mode=AutoresetMode.NEXT_STEP)
+    sizes = [size for size in range(1, len(envs)) if not len(envs) % size]
+    return StandInPool(envs, sizes[seed % len(sizes)], seed, odds=1 + seed % 3)
 
 
 def run(rollout: Rollout, count: int) -> list[Fragment]:
@@ -43,7 +58,7 @@ def at(observations: Any) -> np.ndarray[Any, Any]:
 
 @few
 @given(drawn_settings, MODES, st.integers(1, 6))
-def test_every_transition_stands_in_exactly_one_chunk(drawn: Setting, mode: AutoresetMode, count: int) -> None:
+def test_every_transition_stands_in_exactly_one_chunk(drawn: Setting, mode: Mode, count: int) -> None:
     envs, rollout = made(drawn, mode)
     emitted = defaultdict(list)
     for fragment in run(rollout, count):
@@ -62,19 +77,18 @@ def test_every_transition_stands_in_exactly_one_chunk(drawn: Setting, mode: Auto
 
 @few
 @given(drawn_settings, MODES, st.integers(1, 6))
-def test_what_is_not_handed_out_is_counted_as_lost(drawn: Setting, mode: AutoresetMode, count: int) -> None:
+def test_what_is_not_handed_out_is_counted_as_lost(drawn: Setting, mode: Mode, count: int) -> None:
     envs, rollout = made(drawn, mode, prefetch=drawn.prefetch)
     with rollout:
         handed = sum(fragment.num_steps for fragment in islice(rollout.fragments(), count))
-    assert rollout.num_steps == sum(len(env.log) for env in envs)
-    assert rollout.lost.get("closed", 0) == rollout.num_steps - handed
+    steps = sum(len(env.log) for env in envs)
+    assert rollout.num_steps == steps or (mode == READY and rollout.num_steps < steps)  # with those under way
+    assert rollout.lost.get("closed", 0) == steps - handed
 
 
 @few
 @given(drawn_settings, MODES, st.integers(1, 6))
-def test_outputs_are_those_of_the_forward_pass_that_made_the_action(
-    drawn: Setting, mode: AutoresetMode, count: int
-) -> None:
+def test_outputs_are_those_of_the_forward_pass_that_made_the_action(drawn: Setting, mode: Mode, count: int) -> None:
     _, rollout = made(drawn, mode)
     for fragment in run(rollout, count):
         for chunk in fragment.episodes():
@@ -92,7 +106,7 @@ def test_outputs_are_those_of_the_forward_pass_that_made_the_action(
 
 @few
 @given(drawn_settings, MODES)
-def test_without_prefetch_every_fragment_is_of_one_policy_version(drawn: Setting, mode: AutoresetMode) -> None:
+def test_without_prefetch_every_fragment_is_of_one_policy_version(drawn: Setting, mode: Mode) -> None:
     _, rollout = made(drawn, mode, num_fragments=4)
     with rollout:
         for number, batch in enumerate(rollout.batches()):
@@ -119,7 +133,7 @@ def test_the_autoreset_modes_give_the_same_transitions(drawn: Setting) -> None:
 
 @few
 @given(drawn_settings, MODES, st.integers(1, 4))
-def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: AutoresetMode, count: int) -> None:
+def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: Mode, count: int) -> None:
     _, rollout = made(
         drawn, mode, learner_connector=lambda obs, act: GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)
     )
@@ -137,7 +151,7 @@ def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: Au
 
 @few
 @given(drawn_settings, MODES, st.integers(1, 4))
-def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: AutoresetMode, count: int) -> None:
+def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Mode, count: int) -> None:
     fragments = []
     for connectors in (
         {},
@@ -150,8 +164,8 @@ def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Autore
         assert_alike(fragments[0], others)
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-def test_a_piece_sees_every_observation_once(mode: AutoresetMode) -> None:
+@pytest.mark.parametrize("mode", [*AutoresetMode, READY])
+def test_a_piece_sees_every_observation_once(mode: Mode) -> None:
     seen: list[tuple[int, ...]] = []
 
     def look(episodes: Any) -> None:

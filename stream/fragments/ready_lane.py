@@ -1,0 +1,258 @@
+"""ReadyLane: slots of which some are answered for at a time, each in a row of its own.
+
+A source takes actions for the slots that it answered for last, and then answers for whichever are ready. So a turn has
+K of the N slots:
+
+    record_actions(...)    write the module's actions into the rows of the turn's slots
+    record_step(...)       write the answers for the slots of the next turn; each moves on by one row
+    episodes               those of the turn's slots, in the order of the answers
+
+A fragment begins and ends where every slot is answered for: with its last turn the lane receives all that is under
+way. So every step lies in one fragment as a whole, and without `prefetch` it is of one policy version.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.infos import SlotInfos, copied, info_of
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
+from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
+from rollflow.stream.fragments.lane import Lane, check_reset_rewards, outputs_error
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+Slots = NDArray[np.int64]
+_FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
+
+
+class ReadyLane(Lane):
+    """The N slots of a lane whose source answers for some of them at a time.
+
+    layout     of fragments of T vector steps, under NEXT_STEP autoreset. A slot makes at most 2T steps in a fragment,
+               which has T·N answers, or fewer where a slot has made so many: it has rows for them
+    receive    gives the next answers for slots that are under way, as `record_step` takes them
+
+    at         i64[N] row of each slot's newest observation
+    actions    the turn's slots, i64[K], and the actions `any[K, ...]` that their environments are stepped with next
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: FragmentLayout,
+        observation_space: gym.Space[Any],
+        receive: Callable[[], tuple[Any, ...]],
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        super().__init__(index, replace(layout, num_rows=2 * layout.num_rows), observation_space, is_shared=is_shared)
+        self._receive = receive
+        self._last_turn = layout.num_slots * (layout.num_rows - 1)  # answers beyond which no more actions are sent
+        self._answers = self._answers_before = 0  # in the fragment, and in those before
+        self.at: Slots = np.full(layout.num_slots, layout.lookback)
+        self._rows = self.at.copy()  # of the turn's slots
+        self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a reset's
+        self._has_stopped = False  # no more actions are sent
+
+    @property
+    def actions(self) -> tuple[Slots, Tree]:
+        return self.episodes.slots, self._actions
+
+    @actions.setter
+    def actions(self, actions: Tree) -> None:
+        self._actions = actions
+
+    @property
+    def steps_under_way(self) -> int:
+        """Number of transitions that the turn's actions make."""
+        return int(np.count_nonzero(~self._resets[self.episodes.slots]))
+
+    @property
+    def in_flight(self) -> int:
+        """Number of transitions that slots outside of the turn are making; 0 once no more actions are sent."""
+        if self._has_stopped:
+            return 0
+        return self.layout.num_slots - int(np.count_nonzero(self._resets)) - self.steps_under_way
+
+    # Recording
+
+    def record_actions(self, outputs: Mapping[str, Tree]) -> None:
+        """Write `actions` and every extra output, trees of arrays `any[K, ...]`, for the turn's slots; see `Lane`."""
+        if self._outputs is None:
+            self._add_extra_columns(outputs)
+        if outputs.keys() != self._outputs:
+            raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
+        columns, slots, rows = self.fragment.columns, self.episodes.slots, self._rows
+        for name, values in outputs.items():
+            columns[name].write_items(rows, slots, values)
+        columns[Columns.POLICY_VERSION].tree[rows, slots] = self.policy_version
+
+    def record_step(  # type: ignore[override]  # of some slots
+        self,
+        observations: Tree,
+        rewards: NDArray[Any],
+        terminateds: NDArray[np.bool_],
+        truncateds: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        slots: Slots,
+    ) -> None:
+        """Write the answers for K slots, none of them twice; their slots are the next turn's.
+
+        observations               any[K, ...]  a tree of arrays that the source does not write to again
+        rewards                    number[K]
+        terminateds, truncateds    bool[K]
+        infos                      gymnasium's vector form, over the K slots
+        slots                      i64[K]
+
+        With the last answers of a fragment, all that is under way is received: the turn has every slot.
+        """
+        parts = [self._take_in((observations, rewards, terminateds, truncateds, infos, slots))]
+        if self.at_start:
+            self.at_start = self._typing = False
+        if self._answers > self._last_turn or self.at[slots].max() == self._last_row:
+            self.is_full = True
+            parts += self._received(self.layout.num_slots - len(slots))
+        self._begin_turn(*joined_answers(parts))
+        self.vector_steps = (self._answers_before + self._answers) // self.layout.num_slots
+
+    def take_rest(self) -> bool:
+        """Receive all that is under way, since no more actions will be sent; False: nothing is.
+
+        The turn has the slots that were under way: of the others all has been seen.
+        """
+        under_way, self._has_stopped = self.layout.num_slots - len(self.episodes), True
+        if under_way:
+            self._begin_turn(*joined_answers(self._received(under_way)))
+        return bool(under_way)
+
+    def _take_in(self, answer: tuple[Any, ...]) -> tuple[Slots, Tree]:
+        """Write all but the observations of answers, and move their slots on; the slots and their observations."""
+        observations, rewards, terminateds, truncateds, infos, slots = answer
+        columns, rows = self.fragment.columns, self.at[slots]
+        columns[Columns.REWARDS].write_items(rows, slots, rewards)
+        self.at[slots] = following = rows + 1
+        self._answers += len(slots)
+        self.num_steps += len(slots)
+        if infos:
+            self._keep_infos(slots, following, infos)
+        has_ends = 1 in terminateds.tobytes() or 1 in truncateds.tobytes()
+        were_reset = self._resets[slots]
+        if 1 in were_reset.tobytes():
+            begun = slots[were_reset]
+            check_reset_rewards(begun, rewards[were_reset])
+            self.num_steps -= len(begun)
+            self.episode_start[begun] = following[were_reset]
+            self.episode_number[begun] += 1
+            self._resets[begun] = False
+            terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
+        if has_ends:
+            columns[Columns.TERMINATEDS].write_items(rows, slots, terminateds)
+            columns[Columns.TRUNCATEDS].write_items(rows, slots, truncateds)
+            self._resets[slots] |= terminateds | truncateds
+        return slots, observations
+
+    def _received(self, count: int) -> list[tuple[Slots, Tree]]:
+        """Receive so many answers: their slots and observations."""
+        received = list[tuple[Slots, Tree]]()
+        while sum(len(slots) for slots, _ in received) < count:
+            received.append(self._take_in(self._receive()))
+        return received
+
+    def _begin_turn(self, slots: Slots, observations: Tree) -> None:
+        """Begin a turn of slots, whose newest observations are to be recorded."""
+        self._rows, count = self.at[slots], len(slots)
+        column, is_settled = self._column, self.observation_space is self.observation_spaces[0]
+        if is_settled:
+            observations = column.cast(observations, count)
+            column.write_items(self._rows, slots, observations)
+        else:
+            given = self.columns.type_of(self.observation_spaces[0])
+            assert given is not None
+            observations = given.cast(observations, count)
+        self.episodes = LaneEpisodes(self, slots, observations, is_settled=is_settled)
+
+    def _take_observations(self, observations: Tree) -> None:
+        self._begin_turn(self.everyone, observations)
+
+    def _keep_infos(self, slots: Slots, rows: Slots, infos: Mapping[str, Any]) -> None:
+        for place, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
+            if info := info_of(infos, place):
+                self._infos_in(self.fragment, row).of_slots[slot] = copied(info)
+
+    def _infos_in(self, fragment: Fragment, row: int) -> SlotInfos:
+        if not isinstance(fragment.infos[row], SlotInfos):
+            fragment.infos[row] = SlotInfos(count=self.layout.num_slots)
+        return fragment.infos[row]  # type: ignore[return-value]
+
+    # Reading and writing by connector pieces
+
+    def shown_with(self, slot: int) -> LaneEpisodes | None:  # type: ignore[override]  # slots that are under way
+        return self.episodes if self.episodes.shows(slot) else None
+
+    def rows_of(self, slots: Slots) -> Slots:  # type: ignore[override]
+        rows: Slots = self.at[slots]
+        return rows
+
+    def row_of(self, slot: int) -> int:
+        return int(self.at[slot])
+
+    def has_ended(self, slot: int) -> bool:
+        return bool(self._resets[slot])
+
+    def try_record(self, slot: int, observation: Tree) -> bool:
+        return False  # what the episodes show is no view of the column
+
+    def _write(self, column: Column, slots: Slots, values: Tree) -> None:
+        column.write_items(self._rows, slots, values)
+        self.episodes.show(column.items(self._rows, slots), is_settled=True)
+
+    # Fragments
+
+    def cut(self) -> Fragment:
+        """Return the fragment, read-only, with zeros behind each slot's last step, and begin the next one."""
+        old, lookback, stops = self.fragment, self.layout.lookback, self.at.copy()
+        new_columns = self.columns.like(old.columns, are_written=True)
+        rows = stops + np.arange(-lookback, 1)[:, None]
+        beyond = np.arange(stops.min(), stops.max())[:, None] >= stops
+        for name, column in new_columns.items():
+            is_obs = int(name == Columns.OBS)
+            kept, left = rows[: lookback + is_obs], slice(stops.min() + is_obs, stops.max() + is_obs)
+            for leaf, source in zip(leaves_of(column.tree), leaves_of(old.columns[name].tree), strict=True):
+                leaf[: len(kept)] = source[kept, self.everyone]
+                source[left][beyond] = 0
+            if name in _FLAGS:
+                column.tree[lookback:] = False
+        self.episode_start -= stops - lookback
+        new = self._fragment(old.sequence + 1, new_columns, Fragment)
+        new.episode_start[self._resets] = lookback + 1
+        new.episode_number[self._resets] += 1
+        for row, infos in enumerate(old.infos):
+            for slot, info in infos.of_slots.items() if isinstance(infos, SlotInfos) else ():
+                if 0 <= (to := row - int(stops[slot]) + lookback) <= lookback:
+                    self._infos_in(new, to).of_slots[slot] = info
+        self._hand_on(new, stops)
+        old.seal_at(stops)
+        self.at[:] = lookback
+        self._rows = self.at[self.episodes.slots]
+        self._answers_before, self._answers = self._answers_before + self._answers, 0
+        self.at_start, self.is_full = True, False
+        return old
+
+    def release(self) -> None:
+        super().release()
+        self._has_stopped = True
+
+
+def joined_answers(parts: Sequence[tuple[Slots, Tree]]) -> tuple[Slots, Tree]:
+    """The slots of answers, ascending, and their observations; those of one as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    slots = np.concatenate([each for each, _ in parts])
+    order = slots.argsort()
+    return slots[order], map_tree(lambda leaf: leaf[order], concatenate_trees([each for _, each in parts]))

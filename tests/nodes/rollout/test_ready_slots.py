@@ -1,0 +1,133 @@
+"""Pools that answer for whichever environments are ready: what `test_laws` holds of all, and what is their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from drawn_rollouts import Setting, drawn_settings, rollout_of
+from fragment_equality import assert_alike
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from hypothesis import given, settings, strategies as st
+from numbered_module import NumberedEnv, NumberedModule
+from property_examples import examples
+from stand_in_pool import StandInPool
+from ways import WAYS
+
+from rollflow import ConnectorV2, Forward, Fragment, Rollout
+from rollflow.nodes.offloaded.fragment_message import fragment_of, message_of
+from rollflow.stream.data.errors import EnvError
+
+few = settings(max_examples=examples(30))
+
+
+class Doubled(ConnectorV2):
+    """Writes twice every observation, as floats."""
+
+    def recompute_output_observation_space(self, observations: gym.Space[Any], actions: gym.Space[Any]) -> Any:
+        return gym.spaces.Box(0, 2.0**32, observations.shape, np.float64)
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in episodes:
+            episode.set_observations(new_data=episode.get_observations(-1) * 2.0, at_indices=-1)
+        return batch
+
+
+def pool_of(slots: int, batch_size: int, **options: Any) -> StandInPool:
+    return StandInPool([NumberedEnv(slot, lengths=(1, 9)) for slot in range(slots)], batch_size, **options)
+
+
+@few
+@given(drawn_settings, st.booleans(), st.integers(1, 3), st.booleans())
+def test_chunks_join_without_gap_or_repeat(drawn: Setting, is_doubled: bool, odds: int, is_joint: bool) -> None:
+    slots = 2 * drawn.slots
+    pool = pool_of(slots, drawn.slots, seed=drawn.seed, odds=odds)
+    options: Any = {"env_to_module_connector": lambda env: Doubled()} if is_doubled else {}
+    options |= {"forward": Forward(max_batch=slots)} if is_joint else {}
+    stops: dict[str, int] = {}
+    factor, module = 1 + is_doubled, NumberedModule()
+    for fragment in WAYS["loop"](rollout_of(drawn, pool, module=module, num_fragments=None, **options), 4, id):
+        assert fragment.num_rows <= 2 * drawn.fragment_length
+        for chunk in fragment.episodes():
+            before = min(drawn.lookback, chunk.t_started)
+            assert chunk.observations.lookback == before
+            assert stops.get(chunk.id_, 0) == chunk.t_started
+            stops[chunk.id_] = chunk.t
+            where = chunk.get_observations(slice(-before, len(chunk) + 1), neg_index_as_lookback=True)
+            steps = np.arange(chunk.t_started - before, chunk.t + 1)
+            episode = int(where[0, 1]) // factor
+            np.testing.assert_array_equal(where, factor * np.array([[chunk.slot, episode, step] for step in steps]))
+            infos = chunk.get_infos(slice(-before, len(chunk) + 1), neg_index_as_lookback=True)
+            assert [info["number"] for info in infos] == (10_000 * episode + steps).tolist()
+
+
+@few
+@given(drawn_settings, st.integers(1, 3))
+def test_fragments_are_the_same_behind_the_wire(drawn: Setting, odds: int) -> None:
+    rollout = rollout_of(drawn, pool_of(2 * drawn.slots, drawn.slots, seed=drawn.seed, odds=odds))
+    with rollout:
+        for fragment in rollout.fragments():
+            spaces = [fragment.observation_space]
+            sent = message_of(3, fragment, spaces, {})
+            came = fragment_of(sent, fragment.layout, spaces)
+            assert_alike([fragment], [came])
+            assert (came.stops == fragment.stops).all()
+            assert came.policy_version == fragment.policy_version
+
+
+@pytest.mark.parametrize(("odds", "rows"), [(1.0, None), (50.0, 16)])
+def test_a_fragment_ends_with_as_many_answers_or_where_a_slot_has_twice_as_many(odds: float, rows: int | None) -> None:
+    drawn = Setting(4, 1, 8, 1, False, 9, 0, 7)
+    pool = pool_of(4, 1, odds=odds)
+    with rollout_of(drawn, pool) as rollout:
+        for fragment in rollout.fragments():
+            assert not pool.under_way
+            answers = int((fragment.stops - fragment.first_row).sum())
+            assert answers == 4 * 8 if rows is None else (fragment.num_rows, answers < 4 * 8) == (rows, True)
+
+
+def test_a_reward_that_is_not_finite_is_refused_where_it_stands() -> None:
+    pool = pool_of(4, 2)
+    make: Callable[..., Any] = pool.envs[3].step
+    pool.envs[3].step = lambda action: (*(answer := make(action))[:1], np.nan, *answer[2:])  # type: ignore[method-assign]
+    with (
+        pytest.raises(EnvError, match=r"lane 0, slot 3, its step \d+ in lane 0, fragment 0"),
+        Rollout(pool, module=NumberedModule(), fragment_length=4) as rollout,
+    ):
+        list(rollout.fragments())
+
+
+def in_same_step() -> StandInPool:
+    pool = pool_of(4, 2)
+    pool.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("pool", "options", "message"),
+    [
+        (lambda: pool_of(5, 2), {}, "num_envs is 5 and batch_size is 2: .* a multiple of it"),
+        (lambda: RecordEpisodeStatistics(pool_of(4, 2)), {}, "RecordEpisodeStatistics wraps an asynchronous pool"),
+        (in_same_step, {}, "autoreset_mode is AutoresetMode.SAME_STEP, expected NEXT_STEP"),
+        (lambda: pool_of(4, 2), {"where": "threads"}, "StandInPool answers for some .* where='inline' alone"),
+        (lambda: pool_of(4, 2), {"seed": [1, 2, 3, 4]}, "takes one seed for its 4 slots"),
+    ],
+)
+def test_what_does_not_work_is_refused(pool: Callable[[], Any], options: Any, message: str) -> None:
+    with pytest.raises((EnvError, ValueError), match=message), Rollout(pool(), module=NumberedModule(), **options) as r:
+        next(iter(r.fragments()))
+
+
+def test_an_error_of_the_pool_names_lane_and_step() -> None:
+    pool = pool_of(4, 2)
+    with Rollout(pool, module=NumberedModule(), fragment_length=4) as rollout:
+        fragments = iter(rollout.fragments())
+        handed: list[Fragment] = [next(fragments)]
+        pool.config = {"batch_size": 5}  # it would wait for ever
+        with pytest.raises(AssertionError) as raised:
+            next(fragments)
+    assert "lane 0, vector step 4" in raised.value.__notes__
+    made = sum(len(env.log) for env in pool.envs)  # type: ignore[attr-defined]
+    assert rollout.lost == {"failed": made - handed[0].num_steps}
