@@ -77,10 +77,17 @@ def test_the_schedule_counts_steps() -> None:
     assert means == pytest.approx([0.5, 0.75, 1.0], abs=0.015)
 
 
-def test_what_it_can_not_work_with_is_refused() -> None:
-    piece = EpsilonGreedy(None, spaces.Box(-1, 1, (2,)), schedule=0.1)
-    with pytest.raises(ConnectorError, match="is for one Discrete action"):
-        piece(rl_module=None, batch={"action_dist_inputs": np.zeros((1, 4))}, episodes=[], explore=True)
+@pytest.mark.parametrize(
+    ("piece_type", "space", "told"),
+    [
+        (EpsilonGreedy, spaces.Box(-1, 1, (2,)), "is for one Discrete action"),
+        (GaussianNoise, spaces.Discrete(3), r"is for one Box action .* the action space is Discrete\(3\)"),
+    ],
+)
+def test_another_action_space_is_refused(piece_type: Any, space: Any, told: str) -> None:
+    batch = {"action_dist_inputs": np.zeros((1, 4)), "actions": np.zeros(1)}
+    with pytest.raises(ConnectorError, match=told):
+        piece_type(None, space, schedule=0.1)(rl_module=None, batch=batch, episodes=[], explore=True)
 
 
 def test_temperature_samples_the_softmax_of_what_is_divided_by_it() -> None:
@@ -101,21 +108,16 @@ def test_temperature_samples_the_softmax_of_what_is_divided_by_it() -> None:
     ],
 )
 def test_values_out_of_bounds_are_refused(piece_type: Any, schedule: float, expected: str) -> None:
+    told = f"expected a function of steps, or a number {expected}"
     for wrong in (schedule, "often"):
-        with pytest.raises(
-            ValueError, match=f"schedule is '?{wrong}'?, expected a function of steps, or a number {expected}"
-        ):
+        with pytest.raises(ValueError, match=f"schedule is '?{wrong}'?, {told}"):
             piece_type(schedule=wrong)
-    with pytest.raises(
-        ConnectorError, match=f"the schedule's value at step 7 is {schedule}, expected a number {expected}"
-    ):
+    told = f"the schedule's value at step 7 is {schedule}, expected a number {expected}"
+    with pytest.raises(ConnectorError, match=told):
         piece_type(schedule=lambda step: schedule).value(7)
-
-
-@pytest.mark.parametrize("theta", [0.0, 1.5])
-def test_a_theta_out_of_bounds_is_refused(theta: float) -> None:
-    with pytest.raises(ValueError, match="expected a number above 0, up to 1"):
-        OrnsteinUhlenbeckNoise(schedule=0.1, theta=theta)
+    for theta in (0.0, 1.5):
+        with pytest.raises(ValueError, match="expected a number above 0, up to 1"):
+            OrnsteinUhlenbeckNoise(schedule=0.1, theta=theta)
 
 
 def noisy(piece: Any, actions: Any, explore: bool = True) -> dict[str, Any]:
@@ -136,12 +138,6 @@ def test_gaussian_noise_has_the_deviation_of_the_schedule_and_stays_within_bound
     bounded = noisy(GaussianNoise(schedule=100.0), np.ones((1_000, 2), np.float32))["actions"]
     assert set(np.unique(bounded).round(2)) >= {-1.0, 3.0}
     assert ((-1.0 <= bounded) & (bounded <= 3.0)).all()
-
-
-def test_noise_is_for_numbers_in_a_box() -> None:
-    piece = GaussianNoise(None, spaces.Discrete(3), schedule=1.0)
-    with pytest.raises(ConnectorError, match=r"is for one Box action .* the action space is Discrete\(3\)"):
-        piece(rl_module=None, batch={"actions": np.zeros(1)}, episodes=[], explore=True)
 
 
 each_place = pytest.mark.parametrize(

@@ -14,15 +14,7 @@ from hypothesis import given, note, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
-from rollflow import (
-    ConnectorV2,
-    Fragment,
-    GeneralAdvantageEstimation,
-    RLModule,
-    Rollout,
-    SingleAgentEpisode,
-    VTrace,
-)
+from rollflow import ConnectorV2, Fragment, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode, VTrace
 from rollflow.nodes import (
     AddNextObservationsFromEpisodesToTrainBatch,
     ClipRewards,
@@ -45,22 +37,14 @@ from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 
 
-def episode(
-    rewards: list[float],
-    *,
-    values: list[float] | None = None,
-    logp: float = -math.log(2),
-    nested: bool = False,
-    **ends: bool,
-) -> Any:
+def episode(rewards: list[float], *, values: Any = None, logp: float = -math.log(2), **ends: bool) -> Any:
     """Observations 0, 1, 2, …, actions 0, infos {"at": observation}, each action with log-probability `logp`."""
-    observed = (lambda t: {"at": np.array([t]), "kind": t}) if nested else (lambda t: t)
     made = SingleAgentEpisode()
-    made.add_env_reset(observed(0), {"at": 0})
+    made.add_env_reset(0, {"at": 0})
     for t, reward in enumerate(rewards):
         flags = ends if t == len(rewards) - 1 else {}
         extra = {"action_logp": logp} if values is None else {"vf_preds": values[t]}
-        made.add_env_step(observed(t + 1), 0, reward, {"at": t + 1}, extra_model_outputs=extra, **flags)
+        made.add_env_step(t + 1, 0, reward, {"at": t + 1}, extra_model_outputs=extra, **flags)
     return made
 
 
@@ -223,15 +207,30 @@ def traced(*episodes: Any, module: Any = None, piece: Any = VTrace, **kwargs: An
     return batch["value_targets"].tolist(), batch["advantages"].tolist()
 
 
-def test_on_policy_targets_by_hand_up_to_a_termination() -> None:
-    # all ratios are 1, so the targets are the returns: 4,  2 + 4 / 2 = 4,  1 + 4 / 2 = 3; the values 0, 10, 20
-    assert traced(episode([1, 2, 4], terminated=True)) == ([3, 4, 4], [3, -6, -16])
+estimated = partial(traced, piece=GeneralAdvantageEstimation, lambda_=0.5, normalize_advantages=False)
+VALUED: dict[str, Any] = {"rewards": [1.0, 1.0, 1.0], "values": [2.0, 4.0, 6.0]}
 
 
-@pytest.mark.parametrize("ends", [{"truncated": True}, {}], ids=str)
-def test_a_chunk_that_goes_on_is_worth_its_last_observations_value(ends: dict[str, bool]) -> None:
-    # 4 + 30 / 2 = 19,  2 + 19 / 2 = 11.5,  1 + 11.5 / 2 = 6.75
-    assert traced(episode([1, 2, 4], **ends)) == ([6.75, 11.5, 19], [6.75, 1.5, -1])
+@pytest.mark.parametrize(
+    ("worked", "told", "ends", "targets", "advantages"),
+    [
+        # all ratios are 1, so the targets are the returns: 4,  2 + 4 / 2 = 4,  1 + 4 / 2 = 3; the values 0, 10, 20
+        (traced, {"rewards": [1, 2, 4]}, ["terminated"], [3, 4, 4], [3, -6, -16]),
+        # a chunk that goes on is worth its last observation's value:
+        # 4 + 30 / 2 = 19,  2 + 19 / 2 = 11.5,  1 + 11.5 / 2 = 6.75
+        (traced, {"rewards": [1, 2, 4]}, ["truncated", ""], [6.75, 11.5, 19], [6.75, 1.5, -1]),
+        # deltas 1 + 2 - 2 = 1,  1 + 3 - 4 = 0,  1 + 0 - 6 = -5;  each advantage adds a quarter of the next
+        (estimated, VALUED, ["terminated"], [2.0 + 1.0 - 0.25 * 1.25, 2.75, 1.0], [1.0 - 0.25 * 1.25, -1.25, -5.0]),
+        # the last delta is 1 + 0.5 * 30 - 6 = 10
+        (estimated, VALUED, ["truncated", ""], [3.625, 6.5, 16.0], [1.0 + 0.25 * 2.5, 2.5, 10.0]),
+        # values that were not recorded are computed, also that of the observation behind the chunk, 20:
+        # deltas 1 + 5 - 0 = 6,  1 + 10 - 10 = 1
+        (estimated, {"rewards": [1.0, 1.0]}, [""], [6.25, 11.0], [6.25, 1.0]),
+    ],
+)
+def test_targets_and_advantages_by_hand(worked: Any, told: Any, ends: Any, targets: Any, advantages: Any) -> None:
+    for end in ends:
+        assert worked(episode(**told, **({end: True} if end else {}))) == (targets, advantages)
 
 
 def test_values_apart_from_the_forward_pass_are_asked_for() -> None:
@@ -342,40 +341,14 @@ def test_several_steps_at_once_are_refused_of_a_stateful_module() -> None:
 # Advantages
 
 
-estimated = partial(traced, piece=GeneralAdvantageEstimation, lambda_=0.5, normalize_advantages=False)
-
-
-def test_three_steps_by_hand_up_to_a_termination() -> None:
-    # deltas 1 + 2 - 2 = 1,  1 + 3 - 4 = 0,  1 + 0 - 6 = -5;  each advantage adds a quarter of the next
-    targets, advantages = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True))
-    assert advantages == [1.0 - 0.25 * 1.25, -1.25, -5.0]
-    assert targets == [2.0 + advantages[0], 2.75, 1.0]
-
-
-@pytest.mark.parametrize("ends", [{"truncated": True}, {}], ids=str)
-def test_a_chunk_that_goes_on_counts_its_last_observations_value(ends: dict[str, bool]) -> None:
-    # the last delta is 1 + 0.5 * 30 - 6 = 10
-    _, advantages = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], **ends))
-    assert advantages == [1.0 + 0.25 * 2.5, 2.5, 10.0]
-
-
-def test_values_that_were_not_recorded_are_computed() -> None:
-    # values 0, 10 and, after the end of the chunk, 20: deltas 1 + 5 - 0 = 6,  1 + 10 - 10 = 1
-    assert estimated(episode([1.0, 1.0])) == ([6.25, 11.0], [6.25, 1.0])
-
-
 def test_episodes_do_not_reach_into_each_other() -> None:
-    first, second = (
-        episode([1.0, 1.0], values=[2.0, 4.0], terminated=True),
-        episode([3.0], values=[5.0], terminated=True),
-    )
+    first = episode([1.0, 1.0], values=[2.0, 4.0], terminated=True)
+    second = episode([3.0], values=[5.0], terminated=True)
     assert estimated(first, second)[1] == estimated(first)[1] + estimated(second)[1]
 
 
 def test_advantages_may_be_normalised_over_the_batch() -> None:
-    targets, advantages = estimated(
-        episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True), normalize_advantages=True
-    )
+    targets, advantages = estimated(episode(**VALUED, terminated=True), normalize_advantages=True)
     assert np.mean(advantages) == pytest.approx(0.0, abs=1e-6)
     assert np.std(advantages) == pytest.approx(1.0)
     assert targets[2] == 1.0

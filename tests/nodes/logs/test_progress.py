@@ -35,19 +35,14 @@ PIECES = {"env_to_module": "MeanStdFilter"}
         ({"time/fps_now": 10.0, "busy/env": 0.25, "busy/caller": 0.75}, "10 steps/s, caller 75% busy"),
         ({"policy/version/a": 3.0, "policy/version/b": 5.0}, "0 steps/s, versions 3 to 5"),
         ({"policy/version/a": 3.0, "policy/version/b": 3.0}, "0 steps/s, version 3"),
-        (
-            {"busy/env": 0.2, "busy/env_to_module": 0.75},
-            "0 steps/s, env_to_module 75% busy (most in MeanStdFilter)",
-        ),
+        ({"busy/env": 0.2, "busy/env_to_module": 0.75}, "0 steps/s, env_to_module 75% busy (most in MeanStdFilter)"),
     ],
 )
 def test_a_row_in_words(values: dict[str, float], text: str) -> None:
     assert text_of(Row(0, 0, 0.0, 0.0, values, pieces=PIECES)) == text
 
 
-def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_pipe_gets_the_first_row_a_minute_later_another_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     times = [5.0]  # the newest last
     progress = opened()
     lines = []

@@ -89,16 +89,15 @@ def publish(rollout: Rollout) -> None:
 def said(
     env: Any,
     module: Any = EVEN,
-    after: Callable[[Rollout], object] = publish,
-    *,
-    keep: Callable[[Any], object] = str,
+    after: Any = publish,
+    keep: Any = str,
     every: int = 1,
     kind: Any = Rollout,
-    **options: Any,
+    **more: Any,
 ) -> list[str]:
     """What is said with a look at each `every`-th fragment; `keep` is called with each, and then `after`."""
     texts: list[str] = []
-    given = {"fragment_length": 4, "num_fragments": ROUNDS, **QUIET, **options}
+    given = {"fragment_length": 4, "num_fragments": ROUNDS, **QUIET, **more}
     with kind(env, module=module, **given) as rollout:
         looking = Looking(rollout._doctor)
         for number, fragment in enumerate(rollout.fragments()):
@@ -133,6 +132,9 @@ def no_training(rollout: Rollout) -> None:
 
 
 LOOKED_AT = "in 30 fragments that were looked at, through "
+SAME_REWARDS = "rewards were all 0.5, and no episode has ended in 30 fragments"
+OUTSIDE = "the module's actions are outside of Discrete(3): 7 is one of them"
+NO_ENTROPY = "every action was the likeliest one, with a probability above 0.999999, in 30 fragments"
 CASES: dict[str, tuple[Any, Any, Callable[[Rollout], None], str]] = {
     "sound": (RandomEnv, EVEN, publish, ""),
     "masked": (RandomEnv, logits(-float("inf"), 0.0, 0.0), publish, ""),
@@ -141,28 +143,13 @@ CASES: dict[str, tuple[Any, Any, Callable[[Rollout], None], str]] = {
     "same observations": (lambda: RandomEnv(obs=3.0), EVEN, publish, f"observations were all one value {LOOKED_AT}"),
     "same observations, not trained": (lambda: RandomEnv(obs=3.0), EVEN, no_training, ""),
     "same observations, bandit": (lambda: RandomEnv(obs=3.0, length=1), EVEN, publish, ""),
-    "same rewards": (
-        lambda: RandomEnv(reward=0.5, length=10_000),
-        EVEN,
-        publish,
-        "rewards were all 0.5, and no episode has ended in 30 fragments",
-    ),
+    "same rewards": (lambda: RandomEnv(reward=0.5, length=10_000), EVEN, publish, SAME_REWARDS),
     "same rewards, whose returns are lengths": (lambda: RandomEnv(reward=1.0), EVEN, publish, ""),
     "same rewards, not trained": (lambda: RandomEnv(reward=0.0, length=500), EVEN, no_training, ""),
     "same actions": (RandomEnv, logits(0.0, 0.5, 0.0, actions=2), publish, f"actions were all 2 {LOOKED_AT}"),
     "no choice": (lambda: RandomEnv(action_space=gym.spaces.Discrete(1)), logits(0.0), publish, ""),
-    "actions outside": (
-        RandomEnv,
-        WILD,
-        no_training,
-        "the module's actions are outside of Discrete(3): 7 is one of them",
-    ),
-    "no entropy": (
-        RandomEnv,
-        SURE,
-        publish,
-        "every action was the likeliest one, with a probability above 0.999999, in 30 fragments",
-    ),
+    "actions outside": (RandomEnv, WILD, no_training, OUTSIDE),
+    "no entropy": (RandomEnv, SURE, publish, NO_ENTROPY),
     "a distribution of one's own": (RandomEnv, OWN, publish, ""),
     "greedy": (RandomEnv, GREEDY, publish, ""),
 }

@@ -40,14 +40,10 @@ def lost_in(fragments: list[Fragment]) -> list[str]:
     return [chunk.custom_data["lost"] for f in fragments for chunk in f.episodes() if "lost" in chunk.custom_data]
 
 
-def doomed(
-    folder: Path, step: int, lives: int = 1, *, slots: int = 1, fate: str = "raise", **options: Any
-) -> list[Any]:
+def doomed(folder: Path, step: int, lives: int = 1, slots: int = 1, fate: str = "raise", **options: Any) -> list[Any]:
     """Environments, the first of which is lost in this step of so many lives."""
-    return [
-        partial(Doomed, slot, folder, fate, step, lives if slot == 0 else 0, **{"lengths": (100, 100), **options})
-        for slot in range(slots)
-    ]
+    given: Any = {"lengths": (100, 100), **options}
+    return [partial(Doomed, slot, folder, fate, step, lives * (slot == 0), **given) for slot in range(slots)]
 
 
 def doomed_at(place: str, makers: list[Any], *, lanes: int = 1, workers: int = 1, **options: Any) -> Any:
@@ -227,22 +223,20 @@ def test_one_that_fails_again_and_again_leaves_and_the_others_go_on(
     workers = 3 if fate == "kill" else 1
     with doomed_at(place, makers_of, lanes=3, workers=workers, num_fragments=3) as made, made as rollout:
         taken = list(rollout.fragments())
-    assert sorted((fragment.lane, fragment.sequence) for fragment in taken) == [
-        (lane, sequence) for lane in (1, 2) for sequence in range(3)
-    ]
+    assert sorted((f.lane, f.sequence) for f in taken) == [(lane, n) for lane in (1, 2) for n in range(3)]
     assert "lane 0 is set aside, lost 6 times in a row" in caplog.text
     assert len(Doomed.lives(tmp_path, 0)) == 6
     assert rollout.lost == {"workers": 6}
+
+
+ALL_LEFT = "every lane has left, though hosts are here, .*: lane 0: "
 
 
 def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None:
     with hosted(doomed(tmp_path, 3, 100), on={"name": "sim"}) as (rollout, _):
         rollout.environments.join_timeout = 0.2
         fragments: list[Fragment] = []
-        with pytest.raises(
-            EnvError,
-            match=r"every lane has left, though hosts are here, .*: lane 0: host sim .*: RuntimeError: it broke",
-        ):
+        with pytest.raises(EnvError, match=rf"{ALL_LEFT}host sim .*: RuntimeError: it broke"):
             fragments += rollout.fragments()
     check_counts(fragments, rollout)
     assert [fragment.num_steps for fragment in fragments] == [3] * 6
@@ -256,21 +250,15 @@ def test_one_that_is_late_is_named_and_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
 ) -> None:
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
-    with hosted(
-        [*makers(3), *held], on={"lanes": 2, "name": "sim"}, timeouts=Timeouts(step=0.3), prefetch=6, num_fragments=3
-    ) as (
-        rollout,
-        _,
-    ):
+    options: Any = {"timeouts": Timeouts(step=0.3), "prefetch": 6, "num_fragments": 3}
+    with hosted([*makers(3), *held], on={"lanes": 2, "name": "sim"}, **options) as (rollout, _):
         await_that(lambda: rollout.num_steps == 2 * (12 + 24))
         await_late(rollout, lane_clock)
         let_go(tmp_path, 0)
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     assert rollout.lost == {}
-    assert sorted((fragment.lane, fragment.sequence) for fragment in taken) == [
-        (lane, sequence) for lane in range(2) for sequence in range(3)
-    ]
+    assert sorted((f.lane, f.sequence) for f in taken) == [(lane, n) for lane in range(2) for n in range(3)]
     [told] = [record.getMessage() for record in caplog.records if "is late" in record.getMessage()]
     assert "is late: host sim (tcp://127.0.0.1:" in told
     assert "slots 0 to 1: no answer to a step within 0.3 s" in told
@@ -292,9 +280,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             taken += taken_until(fragments, lambda _: records[1].phase is not LanePhase.LATE)
             lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda _: records[0].phase is LanePhase.LATE)
-            taken += taken_until(
-                fragments, lambda _: records[1].phase is not LanePhase.LATE
-            )  # it may have been by chance
+            taken += taken_until(fragments, lambda _: records[1].phase is not LanePhase.LATE)  # it may be by chance
             lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})
             assert rollout.lost == {"workers": 4 + 1}
@@ -317,10 +303,9 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
 def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
 ) -> None:
-    steps = [4, 5, 6, 7]
-    with hosted(
-        [partial(Held, 0, tmp_path, steps=steps)], timeouts=Timeouts(step=10.0, reset=10.0), prefetch=1, num_fragments=1
-    ) as (rollout, _):
+    steps, timeouts = [4, 5, 6, 7], Timeouts(step=10.0, reset=10.0)
+    held = [partial(Held, 0, tmp_path, steps=steps)]
+    with hosted(held, timeouts=timeouts, prefetch=1, num_fragments=1) as (rollout, _):
         for times, step in enumerate(steps):
             await_held(tmp_path, 0, times)
             await_that(lambda step=step: rollout.num_steps == step)  # as it has said
@@ -348,10 +333,7 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
             wire.is_down = False
             await_that(lambda: lane_clock.left(rollout, 0) == 60.0)
             lane_clock.go_on(rollout, 60.0)
-            with pytest.raises(
-                EnvError,
-                match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a step within 0.3 s",
-            ):
+            with pytest.raises(EnvError, match=rf"{ALL_LEFT}.* no answer to a step within 0.3 s"):
                 list(rollout.fragments())
             let_go(tmp_path, 0)
     finally:
@@ -369,10 +351,7 @@ def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pyte
         ):
             rollout.environments.join_timeout = 0.2
             await_held(tmp_path, 0)
-            with pytest.raises(
-                EnvError,
-                match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a reset within 0.4 s",
-            ):
+            with pytest.raises(EnvError, match=rf"{ALL_LEFT}.* no answer to a reset within 0.4 s"):
                 list(rollout.fragments())
             let_go(tmp_path, 0)
     finally:

@@ -15,16 +15,7 @@ from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 from serial_module import SerialModule
 from small_env import SmallEnv
 
-from rollflow import (
-    Forward,
-    MeanStdFilter,
-    MultiAgentRollout,
-    RemoteEnvs,
-    RemoteRollouts,
-    RLModule,
-    Rollout,
-    Watch,
-)
+from rollflow import Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout, Watch
 from rollflow.nodes import EnvHost, FlattenObservations, LambdaConnector, RandomModule, RolloutHost
 from rollflow.stream import ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.errors import StateError, WireError
@@ -65,17 +56,11 @@ def pieces(*made: Any, after: bool = False) -> dict[str, Any]:
 DIFFERENT: dict[str, tuple[Any, ...]] = {
     "a module that raises": (ZeroDivisionError, "in the module", {"module": Fails()}),
     "a connector that raises": (ZeroDivisionError, "no more", pieces(BREAKS), pieces(BREAKS)),
-    "a connector that raises at the action": (
-        ZeroDivisionError,
-        "no more",
-        pieces(BREAKS, after=True),
-        pieces(BREAKS, after=True),
-    ),
+    "a connector that raises at the action": (ZeroDivisionError, "no more", *[pieces(BREAKS, after=True)] * 2),
     "a connector whose state is not declared": (
         StateError,
         "Forgetful changes 'count' while it runs but declares no state",
-        pieces(Forgetful),
-        pieces(Forgetful),
+        *[pieces(Forgetful)] * 2,
     ),
     "a connector less": (
         ConnectorError,
@@ -224,44 +209,33 @@ OF_ONE, OF_SEVERAL = "RemoteRollouts of a Rollout", "RemoteRollouts of a MultiAg
 
 
 @pytest.mark.parametrize(
-    ("kind", "rollout_of", "of_host", "envs", "expected"),
+    ("kinds", "envs", "expected"),
     [
-        (RemoteRollouts, Rollout, EnvHost, makers(0), "'env', expected 'rollout'"),
-        (RemoteEnvs, Rollout, RolloutHost, makers(0), "'rollout', expected 'env'"),
+        ((RemoteRollouts, Rollout, EnvHost), makers(0), "'env', expected 'rollout'"),
+        ((RemoteEnvs, Rollout, RolloutHost), makers(0), "'rollout', expected 'env'"),
         (
-            RemoteRollouts,
-            Rollout,
-            RolloutHost,
+            (RemoteRollouts, Rollout, RolloutHost),
             AGENTS,
             f"'agent_rollout', expected 'rollout': here are {OF_ONE}, .* of one agent; this host is for {OF_SEVERAL}",
         ),
         (
-            RemoteRollouts,
-            MultiAgentRollout,
-            RolloutHost,
+            (RemoteRollouts, MultiAgentRollout, RolloutHost),
             makers(0),
             f"'rollout', expected 'agent_rollout': here are {OF_SEVERAL}, .* of several agents; this .* for {OF_ONE}",
         ),
         (
-            RemoteEnvs,
-            MultiAgentRollout,
-            RolloutHost,
+            (RemoteEnvs, MultiAgentRollout, RolloutHost),
             AGENTS,
             f"'agent_rollout', expected 'agents': here are RemoteEnvs .* is for {OF_SEVERAL}",
         ),
     ],
 )
 def test_hosts_of_another_kind_are_refused(
-    kind: Any,
-    rollout_of: Any,
-    of_host: Any,
-    envs: Any,
-    expected: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    kinds: Any, envs: Any, expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At both ends the error says what came, where it came to, and where it goes."""
     end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
+    kind, rollout_of, of_host = kinds
     hosts = listening(kind)
     module = {"module": SerialModule()} if of_host is RolloutHost else {}
     came = f"0 of 1 hosts came within 60 s, listening on {hosts.addresses[0]}; tcp://"
@@ -285,10 +259,7 @@ def test_hosts_of_another_kind_are_refused(
             {"forward": Forward(max_batch=4)},
             "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs",
         ),
-        (
-            {"forward": Forward(in_thread=True)},
-            "max_wait and in_thread of Forward are for a pass over several lanes",
-        ),
+        ({"forward": Forward(in_thread=True)}, "max_wait and in_thread of Forward are for a pass over several lanes"),
         (
             {"forward": Forward(compile=True)},
             r"Forward\(compile=…\) is for forward passes here, and .* given to each RolloutHost",

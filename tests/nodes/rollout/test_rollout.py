@@ -21,6 +21,7 @@ from rollflow.nodes import EpisodeReturns, LambdaConnector
 from rollflow.nodes.connectors.common.batches import TensorToNumpy
 from rollflow.nodes.env.environments import Environments
 from rollflow.stream import ColumnError, ConnectorError, EnvError, GraphError, Inlet, LagError, ModuleError, RunError
+from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.background import Waiter
 
 
@@ -54,17 +55,8 @@ def test_the_first_program_runs() -> None:
                 break
     steps = [len(batch["obs"]) for batch in batches]
     assert all(0 < count <= 64 for count in steps)
-    assert set(batches[0]) == {
-        "obs",
-        "actions",
-        "rewards",
-        "terminateds",
-        "truncateds",
-        "policy_version",
-        "action_dist_inputs",
-        "vf_preds",
-        "action_logp",
-    }
+    recorded = {"obs", "actions", "rewards", "terminateds", "truncateds", "policy_version"}
+    assert set(batches[0]) == recorded | {"action_dist_inputs", "vf_preds", "action_logp"}
     assert (batches[0]["obs"].dtype, batches[0]["obs"].shape) == (torch.float32, (steps[0], 4))
     assert rollout.lost == {}
 
@@ -91,9 +83,8 @@ def test_without_exploration_the_likeliest_action_is_taken() -> None:
 
 def test_a_rollout_ends_after_its_fragments() -> None:
     with numbered(num_fragments=3, lanes=2) as rollout:
-        assert [(fragment.lane, fragment.sequence) for fragment in rollout.fragments()] == [
-            (lane, sequence) for sequence in range(3) for lane in range(2)
-        ]
+        numbers = [(fragment.sequence, fragment.lane) for fragment in rollout.fragments()]
+    assert numbers == list(np.ndindex(3, 2))
 
 
 def test_a_batch_that_could_not_be_made_is_lost() -> None:
@@ -398,10 +389,8 @@ def test_leaving_waits_for_nodes_that_take_their_time_to_close(caplog: pytest.Lo
 
 def test_an_error_in_a_piece_names_piece_and_node() -> None:
     for options in ({}, {"prefetch": 1}):
-        with (
-            pytest.raises(ZeroDivisionError) as raised,
-            numbered(env_to_module_connector=lambda env: Breaks(), **options) as rollout,
-        ):
+        breaks = numbered(env_to_module_connector=lambda env: Breaks(), **options)
+        with pytest.raises(ZeroDivisionError) as raised, breaks as rollout:
             list(rollout.batches())
         assert raised.value.__notes__ == [
             "in connector piece 'Breaks' (1 of 4 in EnvToModulePipeline)",
@@ -536,10 +525,9 @@ def test_records_of_options_refuse_what_makes_no_sense(make: Any, told: str) -> 
 
 @pytest.mark.anyio
 async def test_a_loop_of_the_other_kind_is_refused() -> None:
+    told = r"running, entered by 'async with'; this loop expects: with .* around it, or rollout.start"
     async with numbered() as rollout:
-        with pytest.raises(
-            RunError, match=r"running, entered by 'async with'; this loop expects: with .* around it, or rollout.start"
-        ):
+        with pytest.raises(RunError, match=told):
             next(iter(rollout.batches()))
 
 
@@ -788,10 +776,8 @@ def test_a_rollout_without_a_seed_can_be_repeated_by_the_one_it_drew() -> None:
 def test_gymnasiums_own_environments_run(env_id: str) -> None:
     class Any_(RLModule):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            first = torch.utils._pytree.tree_leaves(batch["obs"])[0]
-            return {
-                "action_dist_inputs": torch.zeros(len(first), self.get_exploration_action_dist_cls().required_input_dim)
-            }
+            width = self.get_exploration_action_dist_cls().required_input_dim
+            return {"action_dist_inputs": torch.zeros(len(leaves_of(batch["obs"])[0]), width)}
 
     with Rollout(env_id, num_envs=3, module=Any_(), fragment_length=20, num_fragments=3, seed=0) as rollout:
         assert [0 < len(batch["rewards"]) <= 60 for batch in rollout.batches()] == [True] * 3
@@ -813,10 +799,8 @@ def test_pipelines_edited_before_the_run_have_the_lookback_that_they_need() -> N
     rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=Seen(), fragment_length=4, num_fragments=4)
     rollout.env_to_module.prepend(FrameStacking(num_frames=4))
     rollout.learner_pipeline.prepend(FrameStacking(num_frames=6, as_learner_connector=True))
-    with (
-        rollout,
-        pytest.warns(UserWarning, match=r"observations \[12\] while acting, but the train batch has \[18\]") as told,
-    ):
+    warning = r"observations \[12\] while acting, but the train batch has \[18\]"
+    with rollout, pytest.warns(UserWarning, match=warning) as told:
         batches = list(rollout.batches())
     assert told[0].filename == __file__
     acted, learnt = (
@@ -893,10 +877,8 @@ def test_a_module_that_changes_its_batch_is_refused(flat: bool | None) -> None:
             obs -= 1
             return super()._forward({"obs": obs})
 
-    with (
-        pytest.raises(ModuleError, match=r"Shifts.forward_exploration changed a tensor of its batch in place"),
-        numbered(module=Shifts(), forward=Forward(flat=flat)) as rollout,
-    ):
+    told, made = "Shifts.forward_exploration changed a tensor of its batch in place", Forward(flat=flat)
+    with pytest.raises(ModuleError, match=told), numbered(module=Shifts(), forward=made) as rollout:
         next(iter(rollout.fragments()))
 
 
@@ -909,10 +891,8 @@ def test_a_piece_is_told_when_fill_stands_for_what_was_cut_away(lookback: int | 
     piece = LambdaConnector(look_back, lookback=lookback or 0)
     options: Any = {"fragment_length": 6, "num_fragments": 3, "env_to_module_connector": lambda env: piece}
     rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=NumberedModule(), **options)
-    told = pytest.warns(
-        UserWarning, match="'rewards': fill stands for steps that the episode had, but that are no longer"
-    )
-    with rollout, nullcontext() if lookback else told:
+    told = "'rewards': fill stands for steps that the episode had, but that are no longer"
+    with rollout, nullcontext() if lookback else pytest.warns(UserWarning, match=told):
         assert len(list(rollout.fragments())) == 3
 
 
@@ -948,9 +928,8 @@ def test_forward_passes_and_sampling_use_so_many_threads_and_nothing_else_does(t
 @pytest.mark.parametrize("explore", [True, False])
 def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: bool, settings: dict[str, Any]) -> None:
     def run(*, as_arrays: bool) -> list[Any]:
-        rollout = Rollout(
-            "CartPole-v1", num_envs=4, fragment_length=10, num_fragments=2, seed=0, explore=explore, **settings
-        )
+        given: dict[str, Any] = {"fragment_length": 10, "num_fragments": 2, "seed": 0, **settings}
+        rollout = Rollout("CartPole-v1", num_envs=4, explore=explore, **given)
         if as_arrays:
             rollout.module_to_env.prepend(TensorToNumpy())
         with rollout:
@@ -970,10 +949,8 @@ def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: 
 def test_what_environments_get_is_recorded_where_a_piece_may_have_changed_it(
     where: Any, by_items: bool, added: int | None
 ) -> None:
-    custom = (lambda env: [OneByOne()]) if by_items else None
-    rollout = Rollout(
-        lambda: NumberedEnv(0), num_envs=2, where=where, fragment_length=12, module_to_env_connector=custom, seed=0
-    )
+    options: Any = {"module_to_env_connector": lambda env: [OneByOne()]} if by_items else {}
+    rollout = Rollout(lambda: NumberedEnv(0), num_envs=2, where=where, fragment_length=12, seed=0, **options)
 
     def see_what_environments_get(batch: Any) -> None:
         np.testing.assert_array_equal(batch["actions_for_env"], batch["actions"])

@@ -106,24 +106,13 @@ def rows_in(batch: Any) -> Iterator[Any]:
 @given(
     fragments=rollouts(),
     sizes=st.tuples(st.sampled_from([1, 10_000, 1 << 20]), st.sampled_from([1, 1 << 20]), st.sampled_from([0, 512])),
-    shuffle_seed=st.sampled_from([None, 3]),
-    window=st.sampled_from([1, 10, 1000]),
     size=st.integers(1, 20),
+    shuffle_seed=st.sampled_from([None, 3]),
+    window_steps=st.sampled_from([1, 10, 1000]),
     lookback=st.integers(0, 3),
-    complete=st.booleans(),
+    complete_episodes=st.booleans(),
 )
-def test_every_step_is_read_once(
-    fragments: list[Any],
-    sizes: tuple[int, int, int],
-    shuffle_seed: int | None,
-    window: int,
-    size: int,
-    lookback: int,
-    complete: bool,
-) -> None:
-    options: dict[str, Any] = {
-        "shuffle_seed": shuffle_seed, "window_steps": window, "lookback": lookback, "complete_episodes": complete,
-    }  # fmt: skip
+def test_every_step_is_read_once(fragments: list[Any], sizes: tuple[int, int, int], size: int, **options: Any) -> None:
     file_bytes, group_bytes, joined_bytes = sizes
     with (
         TemporaryDirectory() as folder,
@@ -146,8 +135,8 @@ def test_every_step_is_read_once(
         assert (len(episodes), sum(map(len, episodes))) == (source.num_episodes, source.num_steps)
     else:
         check_chunks(stored)
-    check_lookback(stored, fragments, lookback)
-    if not complete and shuffle_seed is None:
+    check_lookback(stored, fragments, options["lookback"])
+    if not options["complete_episodes"] and options["shuffle_seed"] is None:
         assert [env_steps_of(fragment) for fragment in stored[:-1]] == [size] * (len(stored) - 1)
     expected = Counter(
         (numbers(at), float(reward))

@@ -90,11 +90,7 @@ def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path,
     make=st.sampled_from([Newest, Prioritized]),
 )
 def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
-    tmp_path_factory: pytest.TempPathFactory,
-    played: Played,
-    capacity: int,
-    parts: list[tuple[str, int]],
-    make: Callable[[], Any],
+    tmp_path_factory: pytest.TempPathFactory, played: Played, capacity: int, parts: list[Any], make: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("any") / "replay"
     replays = {name: Replay(capacity, sampler=make(), max_samples=2, seed=0) for name in "ab"}

@@ -55,12 +55,7 @@ FRAGMENT = 600  # bytes, about, of eight steps
 @example(2, "shm", 1, 2, "auto", {"yields": Batches(fragments=8), "prefetch": 0})
 @example(2, "unix", 1, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
 def test_every_fragment_comes_once_whatever_may_be_kept(
-    agents: int,
-    transport: str,
-    max_bytes: int,
-    rollouts: int,
-    ack: Any,
-    stream: dict[str, Any],
+    agents: int, transport: str, max_bytes: int, rollouts: int, ack: Any, stream: dict[str, Any]
 ) -> None:
     came: Counter[tuple[str, int, int]] = Counter()
     with shared_address() as shared, ExitStack() as feeds:

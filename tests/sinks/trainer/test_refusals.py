@@ -247,10 +247,8 @@ def test_a_secret_that_is_none_and_shared_memory_are_refused_by_hosts_and_gatewa
 
 
 def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:
-    with (
-        trainer() as stream,
-        pytest.raises(RunError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use"),
-    ):
+    taken = pytest.raises(RunError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use")
+    with trainer() as stream, taken:
         TrainerStream(str(stream.address)).__enter__()
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"can't listen on shm:.*something else is there, expected nothing or a socket"):

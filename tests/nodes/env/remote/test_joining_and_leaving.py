@@ -136,9 +136,8 @@ def test_a_rollout_without_hosts_says_where_it_waited(monkeypatch: pytest.Monkey
     refused = threading.Thread(target=stranger.refusal)
     refused.start()
     end_waits_once(monkeypatch, lambda: not refused.is_alive())
-    with pytest.raises(
-        EnvError, match=r"0 of 1 hosts came within 60 s, listening on tcp://127.0.0.1:\d+; .*has another secret"
-    ):
+    told = r"0 of 1 hosts came within 60 s, listening on tcp://127.0.0.1:\d+; .*has another secret"
+    with pytest.raises(EnvError, match=told):
         Rollout(envs)
 
 
@@ -150,10 +149,8 @@ def test_a_wait_for_hosts_that_is_over_looks_once_more_at_what_came_by_then(monk
 
 
 def test_a_host_that_finds_no_gateway_gives_up_and_says_so() -> None:
-    with (
-        EnvHost(makers(0)) as host,
-        pytest.raises(WireError, match=r"gateway tcp://127.0.0.1:1 not reached for 0.2 s: "),
-    ):
+    told = "gateway tcp://127.0.0.1:1 not reached for 0.2 s: "
+    with EnvHost(makers(0)) as host, pytest.raises(WireError, match=told):
         host.connect("tcp://127.0.0.1:1", retry_s=0.2)
 
 
@@ -266,11 +263,8 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
     with hosting(envs.addresses[0], Wide), Rollout(envs, fragment_length=4, prefetch=1, seed=0) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
-        with (
-            EnvHost(Wide) as narrow,
-            ThreadPoolExecutor(1) as pool,
-            pytest.raises(WireError, match=r"frame of \d+ bytes, expected at most 65536"),
-        ):
+        told = r"frame of \d+ bytes, expected at most 65536"
+        with EnvHost(Wide) as narrow, ThreadPoolExecutor(1) as pool, pytest.raises(WireError, match=told):
             connecting = pool.submit(narrow.connect, str(envs.addresses[0]), limits=Limits(max_frame=1 << 16))
             while not connecting.done():  # a rollout whose fragments nobody takes asks nobody for more
                 next(fragments)
