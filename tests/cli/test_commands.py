@@ -175,10 +175,7 @@ def test_a_second_signal_ends_a_host_at_once(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     envs = listening(RemoteRollouts)
     options = ["--env", "hangs:Hangs", "--connect", str(envs.addresses[0]), "--grace", "600"]
-    with (
-        command("rollout-host", *options, cwd=tmp_path) as host,
-        Rollout(envs, fragment_length=8, prefetch=1),
-    ):
+    with command("rollout-host", *options, cwd=tmp_path) as host, Rollout(envs, fragment_length=8, prefetch=1):
         await_file(tmp_path / "hangs")
         host.send_signal(signal.SIGTERM)
         while "0 of 1 lanes are done, still at something: 0" not in host.stderr.readline():
@@ -276,10 +273,7 @@ def test_wrong_environments_are_found_out(
 
 @pytest.mark.parametrize(
     ("breaks", "told"),
-    [
-        (False, "the second time, expected the same"),
-        (True, "than without the break, expected the same"),
-    ],
+    [(False, "the second time, expected the same"), (True, "than without the break, expected the same")],
 )
 def test_a_host_that_steps_twice_is_found_out(
     breaks: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

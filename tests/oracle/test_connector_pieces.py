@@ -187,11 +187,7 @@ def test_frames_are_stacked(learner: bool, data: st.DataObject, num_frames: int)
     setup.check(*rows("FrameStacking", num_frames=num_frames, as_learner_connector=learner))
 
 
-@given(
-    setup=acting(actions=KINDS[:1]),
-    n_prev_actions=st.integers(0, 4),
-    n_prev_rewards=st.integers(0, 4),
-)
+@given(setup=acting(actions=KINDS[:1]), n_prev_actions=st.integers(0, 4), n_prev_rewards=st.integers(0, 4))
 @settings(max_examples=examples(100))
 def test_earlier_actions_and_rewards_are_shown(setup: Setup, n_prev_actions: int, n_prev_rewards: int) -> None:
     options: Any = {"n_prev_actions": n_prev_actions, "n_prev_rewards": n_prev_rewards}

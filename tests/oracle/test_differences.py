@@ -43,12 +43,7 @@ class Side(NamedTuple):
 
 
 OURS = Side(rollflow.SingleAgentEpisode, rollflow.MultiAgentEpisode, ConnectorV2, pieces.OURS)
-THEIRS = Side(
-    ray_single_agent.SingleAgentEpisode,
-    ray_multi_agent.MultiAgentEpisode,
-    RayConnectorV2,
-    pieces.RAYS,
-)
+THEIRS = Side(ray_single_agent.SingleAgentEpisode, ray_multi_agent.MultiAgentEpisode, RayConnectorV2, pieces.RAYS)
 
 
 # One agent

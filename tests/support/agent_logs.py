@@ -64,11 +64,7 @@ def steps_of(log: Sequence[AgentsTold]) -> tuple[list[AgentStep], list[Hanging]]
 
 
 def episodes_by_hand(
-    env: NumberedAgents,
-    cuts: Sequence[int],
-    lookback: int,
-    outputs: Callable[[str, At], dict[str, Any]],
-    last: int,
+    env: NumberedAgents, cuts: Sequence[int], lookback: int, outputs: Callable[[str, At], dict[str, Any]], last: int
 ) -> list[MultiAgentEpisode]:
     """The chunks of an environment's episodes, built step by step, cut after so many vector steps, up to the `last`.
 
@@ -78,9 +74,7 @@ def episodes_by_hand(
     for told_of_episode in episodes_of(env.log):
         first = told_of_episode[0]
         episode = MultiAgentEpisode(
-            f"{env.slot} {first.episode}",
-            observation_space=env.observation_spaces,
-            action_space=env.action_spaces,
+            f"{env.slot} {first.episode}", observation_space=env.observation_spaces, action_space=env.action_spaces
         )
         episode.add_env_reset(observations=_observations(env, first), infos=first.infos)
         newest = dict(first.observations)

@@ -51,8 +51,7 @@ keys = st.text(max_size=3)
 SPACES = st.recursive(
     leaves,
     lambda parts: st.one_of(
-        st.dictionaries(keys, parts, max_size=3).map(spaces.Dict),
-        st.lists(parts, max_size=3).map(spaces.Tuple),
+        st.dictionaries(keys, parts, max_size=3).map(spaces.Dict), st.lists(parts, max_size=3).map(spaces.Tuple)
     ),
     max_leaves=6,
 )

@@ -99,11 +99,7 @@ def hosted(envs: Any, *, on: Mapping[str, Any] = {}, **options: Any) -> Iterator
 
 @contextmanager
 def wired(
-    envs: Any,
-    drawn: Callable[[], int | None] = lambda: None,
-    *,
-    on: Mapping[str, Any] = {},
-    **options: Any,
+    envs: Any, drawn: Callable[[], int | None] = lambda: None, *, on: Mapping[str, Any] = {}, **options: Any
 ) -> Iterator[tuple[Rollout, RolloutHost, BrokenWire]]:
     """As `hosted`, through a wire that is cut after so many bytes, or by `cut_off`."""
     remote = listening(RemoteRollouts)

@@ -92,11 +92,7 @@ ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
     ),
     (
         lambda: StreamEnds(given=50).trainer,
-        [
-            stream_of("fragment", "come", "finished"),
-            stream_of("lent", "ping"),
-            stream_of("aside", "ping", "goodbye"),
-        ],
+        [stream_of("fragment", "come", "finished"), stream_of("lent", "ping"), stream_of("aside", "ping", "goodbye")],
     ),
     (
         lambda: StreamEnds(known=wire.TrainerSession(TOKEN, taken=50), given=50).source,

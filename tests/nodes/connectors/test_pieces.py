@@ -16,9 +16,7 @@ from rollflow import ConnectorV2, RLModule, SingleAgentEpisode
 from rollflow.nodes import ModuleToEnvPipeline, NormalizeAndClipActions
 from rollflow.nodes.connectors.common.batches import BatchIndividualItems, NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.learner.train_columns import (
-    AddColumnsFromEpisodesToTrainBatch,
-)
+from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch
 from rollflow.nodes.connectors.module_to_env.action_pieces import (
     GetActions,
     ListifyDataForVectorEnv,

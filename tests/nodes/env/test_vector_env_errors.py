@@ -180,12 +180,7 @@ WRONG: dict[str, tuple[gym.Space[Any], Any, Any, str]] = {
     "a key more": (PARTS, PART, {**PART, "c": 1}, r"the keys \['c'\] are new, expected the keys \['a', 'b'\]"),
     "no dict": (PARTS, PART, PART["a"], r"got an array float32\[2\], expected a dict of 2 parts"),
     "a part": (PARTS, PART, {**PART, "b": None}, r"'obs'\['b'\]: got None, expected int64\[\]"),
-    "a gradient": (
-        BOX,
-        np.zeros(2, np.float32),
-        torch.zeros(2, requires_grad=True),
-        r"got a Tensor float32\[2\]",
-    ),
+    "a gradient": (BOX, np.zeros(2, np.float32), torch.zeros(2, requires_grad=True), r"got a Tensor float32\[2\]"),
 }
 
 

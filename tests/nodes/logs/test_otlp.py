@@ -113,10 +113,7 @@ def test_a_collector_that_is_away_is_told_once_and_gets_the_next_row(caplog: pyt
         sender.close()
     said = [record.getMessage() for record in caplog.records if record.name.startswith("rollflow")]
     where = f"log='otlp:{collector.address}': the collector"
-    assert said == [
-        f"{where} does not take a row; the next ones are sent all the same",
-        f"{where} takes rows again",
-    ]
+    assert said == [f"{where} does not take a row; the next ones are sent all the same", f"{where} takes rows again"]
     assert len(collector.requests) == 4
 
 

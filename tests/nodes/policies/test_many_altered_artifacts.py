@@ -173,7 +173,7 @@ def mutate(value: Any, rng: random.Random) -> None:
 
 
 WAYS: list[Callable[[Path, Path, random.Random], Path]] = [
-    *(swap_files, swap_tensors, change_manifest, change_file_list, change_program, change_onnx),
+    *(swap_files, swap_tensors, change_manifest, change_file_list, change_program, change_onnx)
 ]
 
 

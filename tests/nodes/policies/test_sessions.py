@@ -99,10 +99,7 @@ def test_an_observation_outside_its_space_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (
-            lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a", "a"]),
-            "session 'a' comes more than",
-        ),
+        (lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a", "a"]), "session 'a' comes more than"),
         (lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a"]), "2 observations for 1 sessions"),
         (lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=[*"abc"]), "2 observations for 3 sessions"),
         (lambda: policy_with().act((ITEM, {})), r"as reset\(\) and step\(\) of an environment give it; expected"),

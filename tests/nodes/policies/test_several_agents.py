@@ -12,13 +12,7 @@ from mpe2 import simple_spread_v3
 from together import Together
 
 from rollflow import FrameStacking, MeanStdFilter, MultiAgentRollout, Policy
-from rollflow.nodes import (
-    DefaultModule,
-    FlattenObservations,
-    LambdaConnector,
-    MultiAgentEnv,
-    PrevActionsPrevRewards,
-)
+from rollflow.nodes import DefaultModule, FlattenObservations, LambdaConnector, MultiAgentEnv, PrevActionsPrevRewards
 from rollflow.policy import evaluate_agents
 from rollflow.stream import EnvError, ModuleError, PolicyError
 from rollflow.stream.data.tree import stack_trees

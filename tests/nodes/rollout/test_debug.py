@@ -118,10 +118,7 @@ def test_an_error_in_the_module_says_what_it_was_given() -> None:
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             return {"action_dist_inputs": batch["obs"].float() @ torch.zeros(5, 7)}
 
-    with (
-        pytest.raises(RuntimeError) as raised,
-        Rollout(numbered_envs(4)[1], module=Wrong(), debug=True) as rollout,
-    ):
+    with pytest.raises(RuntimeError) as raised, Rollout(numbered_envs(4)[1], module=Wrong(), debug=True) as rollout:
         next(iter(rollout.batches()))
     page = "see docs/how_to/modules.md#outputs"
     assert raised.value.__notes__[0] == f"lane 0, vector step 0, batch: 'obs' [4, 3]; {page}"

@@ -11,15 +11,7 @@ from replayed import write_dataset
 from small_env import SmallEnv
 from together import Together
 
-from rollflow import (
-    ConnectorV2,
-    DatasetSource,
-    FrameStacking,
-    MultiAgentRollout,
-    Replay,
-    Rollout,
-    SingleAgentEpisode,
-)
+from rollflow import ConnectorV2, DatasetSource, FrameStacking, MultiAgentRollout, Replay, Rollout, SingleAgentEpisode
 from rollflow.nodes import LearnerConnectorPipeline, RandomModule
 from rollflow.sinks import Batches, LearnerPipeline, Storage
 from rollflow.stream import ConnectorError, ReplayError

@@ -78,10 +78,7 @@ def annotated(fragment: Any) -> int:
 
 @pytest.mark.parametrize(
     ("node", "remedy"),
-    [
-        (without_annotation, ": def sink(item) -> None"),
-        (annotated, "connect it to an inlet, or make it an output"),
-    ],
+    [(without_annotation, ": def sink(item) -> None"), (annotated, "connect it to an inlet, or make it an output")],
     ids=["without annotation", "annotated"],
 )
 def test_an_outlet_that_is_connected_to_nothing_is_told_with_the_remedy(node: Any, remedy: str) -> None:

@@ -177,10 +177,7 @@ def test_a_worker_that_is_stopped_is_named_with_its_process(tmp_path: Path) -> N
 def test_of_several_lanes_in_a_process_the_one_that_hangs_is_named(place: str, tmp_path: Path) -> None:
     envs = [partial(Held, slot, tmp_path, lengths=(50, 50), steps=[3] if slot == 1 else []) for slot in range(2)]
     options: Any = {"envs": {"lanes": 2}, "acts": {"module": NumberedModule()}, "hosts": {"name": "sim"}, **OPTIONS}
-    with (
-        rollout_at(place, envs, **options) as rollout,
-        being_read(rollout, lambda: let_go(tmp_path, 1)),
-    ):
+    with rollout_at(place, envs, **options) as rollout, being_read(rollout, lambda: let_go(tmp_path, 1)):
         await_held(tmp_path, 1)  # lane 0 of the worker waits for its turn in the same thread
         if place == "hosts":
             await_end_of(rollout, 0)

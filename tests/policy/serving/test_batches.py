@@ -61,10 +61,7 @@ def test_requests_of_one_session_never_share_a_pass_and_keep_their_order() -> No
         ),  # it comes again
         ([(1, "a", True, 0), (1, "a", False, 5)], [1, "number is 5, expected 1, or 0 to have the last answer"]),
         # Two sessions have room: the one that is idle for longest is forgotten.
-        (
-            [*((1, each, True) for each in "abac"), (1, "a", False), (1, "b", False)],
-            [1, 1, 1, 1, 2, "session 'b' has"],
-        ),
+        ([*((1, each, True) for each in "abac"), (1, "a", False), (1, "b", False)], [1, 1, 1, 1, 2, "session 'b' has"]),
     ],
 )
 def test_a_session_remembers_its_episode(requests: list[Any], expected: list[Any]) -> None:

@@ -213,10 +213,7 @@ def test_failures_to_agree_are_told_apart(tmp_path: Path) -> None:
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     with served(policy_of(Sums)) as (_, server):
-        for options, text in (
-            ({"secret": "another"}, "has another secret"),
-            ({"secret": None}, "asks for a secret"),
-        ):
+        for options, text in (({"secret": "another"}, "has another secret"), ({"secret": None}, "asks for a secret")):
             with client_of(server.url, **options) as client, pytest.raises(WireError, match=text):
                 client.act([3, 0])
         with client_of(server.url.replace("http", "https")) as client, pytest.raises(WireError, match="speaks no TLS"):

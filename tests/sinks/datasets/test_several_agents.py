@@ -23,13 +23,7 @@ from replayed_agents import TURNS, fragments_of, of_two_modules
 from serial_module import SerialModule, at_of
 from stored_steps import env_steps_of, steps_in
 
-from rollflow import (
-    DatasetSink,
-    DatasetSource,
-    GeneralAdvantageEstimation,
-    MultiAgentEpisode,
-    MultiAgentRollout,
-)
+from rollflow import DatasetSink, DatasetSource, GeneralAdvantageEstimation, MultiAgentEpisode, MultiAgentRollout
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.sinks.datasets.stored_agents import ModuleEpisodes

@@ -13,19 +13,9 @@ from property_examples import examples
 from replayed import Played, insert_all
 from small_env import SmallEnv
 
-from rollflow import (
-    GeneralAdvantageEstimation,
-    Replay,
-    Rollout,
-)
+from rollflow import GeneralAdvantageEstimation, Replay, Rollout
 from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, NStepReturns, RandomModule
-from rollflow.sinks import (
-    HindsightGoals,
-    Prioritized,
-    SampledNStepReturns,
-    Sequences,
-    Storage,
-)
+from rollflow.sinks import HindsightGoals, Prioritized, SampledNStepReturns, Sequences, Storage
 from rollflow.stream import ReplayError
 
 

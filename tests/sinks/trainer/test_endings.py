@@ -186,9 +186,7 @@ def test_a_state_is_loaded_before_the_stream_begins_and_has_what_was_lost() -> N
             stream.load_state_dict(state)
 
 
-def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     with trainer(yields="fragments", prefetch=0) as stream, feeding(stream.address, lanes=2) as feed:
         fragments = iter(stream)
         taken = [next(fragments)]

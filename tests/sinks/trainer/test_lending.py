@@ -16,14 +16,7 @@ from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender, fra
 from rollflow.stream.data.blocks import BlockPool, SharedBlock
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net.descriptor_transport import Descriptor
-from rollflow.stream.wire import (
-    BlocksReleased,
-    ConnectionBroken,
-    Event,
-    Fragment,
-    Lent,
-    SourceSession,
-)
+from rollflow.stream.wire import BlocksReleased, ConnectionBroken, Event, Fragment, Lent, SourceSession
 
 SIZE = 1 << 16
 MUCH = 1 << 30

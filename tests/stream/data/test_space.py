@@ -27,10 +27,7 @@ from rollflow.stream.data.tree import equal_trees, map_tree, stack_trees
 
 TEXT = spaces.Text(5)
 NESTED = spaces.Dict(
-    {
-        "box": spaces.Box(-1, 1, (2,), np.float32),
-        "pair": spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary(4)]),
-    }
+    {"box": spaces.Box(-1, 1, (2,), np.float32), "pair": spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary(4)])}
 )
 
 

@@ -83,11 +83,7 @@ def test_one_hot_goes_leaf_by_leaf_and_a_filled_item_is_full_of_the_fill(form: s
     if form == "numpy":
         buffer.to_numpy()
     newest = buffer.get(-1, one_hot_discrete=True)
-    assert {key: plain(leaf) for key, leaf in newest.items()} == {
-        "d": [1, 0, 0],
-        "m": [1, 0, 0, 0, 1],
-        "b": [3, 4],
-    }
+    assert {key: plain(leaf) for key, leaf in newest.items()} == {"d": [1, 0, 0], "m": [1, 0, 0, 0, 1], "b": [3, 4]}
     for filler in (
         buffer.get(1, fill=0, one_hot_discrete=True),
         LookbackBuffer(buffer.get([-2, 1], fill=0, one_hot_discrete=True)).get(-1),

@@ -315,10 +315,7 @@ def test_observations_that_are_not_a_number_join() -> None:
 
 def test_a_join_keeps_the_form_of_every_quantity_whatever_the_chunk_that_joins_has() -> None:
     for at in range(4):
-        for head, tail in (
-            (filled(3)[:at], filled(4).to_numpy()[at:]),
-            (filled(3).to_numpy()[:at], filled(4)[at:]),
-        ):
+        for head, tail in ((filled(3)[:at], filled(4).to_numpy()[at:]), (filled(3).to_numpy()[:at], filled(4)[at:])):
             form = head.is_numpy
             head.concat_episode(tail)
             parts = head.observations, head.actions, head.rewards, head.extra_model_outputs["logp"]

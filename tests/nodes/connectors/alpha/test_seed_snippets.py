@@ -99,11 +99,7 @@ def test_a_function_that_returns_less_than_three_is_refused() -> None:
 def test_a_pipeline_of_agent_connectors_is_edited() -> None:
     pipeline = AgentConnectorPipeline(CTX, [ClipRewardAgentConnector(), ViewRequirementAgentConnector()])
     pipeline.insert_before("ViewRequirementAgentConnector", ObsPreprocessorConnector())
-    assert pipeline.names == [
-        "ClipRewardAgentConnector",
-        "ObsPreprocessorConnector",
-        "ViewRequirementAgentConnector",
-    ]
+    assert pipeline.names == ["ClipRewardAgentConnector", "ObsPreprocessorConnector", "ViewRequirementAgentConnector"]
     (made,) = pipeline([AgentConnectorDataType("e", "a", {"new_obs": np.ones(3, np.float32), "rewards": 7.0})])
     assert isinstance(made.data, AgentConnectorsOutput)
     np.testing.assert_array_equal(made.data.sample_batch["obs"], np.ones((1, 3), np.float32))

@@ -57,10 +57,7 @@ def rollout_with_a_dead_host(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["victim", "another"])
 def test_a_new_host_takes_the_place_of_a_lost_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        rollout_with_a_dead_host() as (address, rollout, fragments),
-        joining(address, 2, name),
-    ):
+    with rollout_with_a_dead_host() as (address, rollout, fragments), joining(address, 2, name):
         hosts = rollout.environments.gateway.hosts
 
         def is_replaced() -> bool:  # one of another name takes the place after a while; the loop goes on meanwhile
@@ -76,10 +73,7 @@ def test_a_new_host_takes_the_place_of_a_lost_one(name: str, caplog: pytest.LogC
 @pytest.mark.wait_times(other_name_s=3600.0)
 @pytest.mark.slow
 def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more() -> None:
-    with (
-        rollout_with_a_dead_host(max_hosts=2) as (address, _, fragments),
-        joining(address, 2, "another"),
-    ):
+    with rollout_with_a_dead_host(max_hosts=2) as (address, _, fragments), joining(address, 2, "another"):
         taken_until(fragments, lambda taken: slots_of(taken) >= {1, 2})
 
 
@@ -98,11 +92,7 @@ def test_batches_have_the_lanes_of_hosts_that_are_there() -> None:
     envs = listening(hosts=2, limits=PATIENT)
     wire = BrokenWire(envs.addresses[0], lambda: None)
     try:
-        with (
-            joining(envs.addresses[0], 1, "other"),
-            joining(wire.address, 0, "cut off"),
-            rollout_over(envs) as rollout,
-        ):
+        with joining(envs.addresses[0], 1, "other"), joining(wire.address, 0, "cut off"), rollout_over(envs) as rollout:
             batches = rollout.batches()
             sizes = [len(next(batches)["obs"])]
             wire.go_down()

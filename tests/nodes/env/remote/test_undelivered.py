@@ -18,9 +18,7 @@ ONE_WAITS = Limits(undelivered=12 << 20, handshake_s=250.0, heartbeat_s=250.0)
 
 
 @pytest.mark.slow
-def test_a_host_that_does_not_read_is_given_up_and_the_next_connection_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_that_does_not_read_is_given_up_and_the_next_connection_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[str] = []
     fail = Gateway.fail
 

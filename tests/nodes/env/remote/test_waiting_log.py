@@ -58,9 +58,7 @@ def test_a_host_that_listens_says_that_its_gateway_is_back(tmp_path: Path, caplo
 
 
 @pytest.mark.slow
-def test_a_rollout_says_whom_it_waits_for_and_who_has_joined(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_rollout_says_whom_it_waits_for_and_who_has_joined(caplog: pytest.LogCaptureFixture) -> None:
     envs = listening()
 
     def lines() -> list[str]:

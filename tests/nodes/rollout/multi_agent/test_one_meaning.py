@@ -133,8 +133,7 @@ def test_batches_are_those_of_the_agents_episodes_built_by_hand(drawn: Drawn, co
             expected = pipeline(rl_module=rollout.module[module_id], episodes=[by_hand[key] for key in keys])
             equal(batch, expected)
             equal(
-                batch,
-                pipeline(rl_module=rollout.module[module_id], episodes=list(fragment.agent_episodes(module_id))),
+                batch, pipeline(rl_module=rollout.module[module_id], episodes=list(fragment.agent_episodes(module_id)))
             )
 
 

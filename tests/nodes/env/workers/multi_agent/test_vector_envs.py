@@ -45,8 +45,7 @@ def test_each_is_a_lane_by_itself_and_the_same_everywhere(place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"num_envs": 2}, {"num_envs": 4, "lanes": 2}, {"num_envs": 2, "lanes": 1, "where": "processes"}],
+    "options", [{"num_envs": 2}, {"num_envs": 4, "lanes": 2}, {"num_envs": 2, "lanes": 1, "where": "processes"}]
 )
 def test_they_do_not_share_a_lane(options: Any) -> None:
     with pytest.raises(EnvError, match="a MultiAgentVectorEnv of 2 environments, which is a lane by itself; expected"):
