@@ -98,6 +98,8 @@ class ConnectorV2(metaclass=_PieceType):
                              subclass that overrides `__call__` sets it anew, or gets a plain list of episodes
         changes_episodes     `__call__` may write to the episodes, so it has to see the last observation of those that
                              have ended
+        on_device            `__call__` takes tensors on any device as well as arrays, and reads no number of them, for
+                             which it would have to wait. A subclass of a user's sets it anew
         replaces_episodes    `__call__` may put others into the list of episodes, so all pieces get that list
         lookback             steps that `__call__` looks back in an episode; a rollout keeps at least as many when it
                              cuts fragments
@@ -105,6 +107,7 @@ class ConnectorV2(metaclass=_PieceType):
     """
 
     columnar: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
     changes_episodes: ClassVar[bool] = True
     replaces_episodes: ClassVar[bool] = False
     lookback = 0
@@ -126,6 +129,9 @@ class ConnectorV2(metaclass=_PieceType):
             cls.columnar = False
         if "is_of_user" not in cls.__dict__:
             cls.is_of_user = not cls.__module__.startswith(_BUILT_IN)
+        # What a user's subclass does besides `__call__` may be for arrays alone.
+        if "on_device" not in cls.__dict__ and (cls.is_of_user or "__call__" in cls.__dict__):
+            cls.on_device = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         piece = super().__new__(cls)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import gymnasium as gym
 import numpy as np
 import optree
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from rollflow.nodes.connectors.common.batches import BatchIndividualItems, NumpyToTensor, TensorToNumpy
@@ -32,6 +30,7 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     parts_like,
 )
 from rollflow.nodes.connectors.module_to_env.action_pieces import (
+    TENSORS,
     ClipActions,
     EpsilonGreedy,
     GaussianNoise,
@@ -46,7 +45,7 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import (
 )
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
-from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
+from rollflow.nodes.modules.distribution import DistributionType
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.artifact import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
@@ -54,7 +53,7 @@ from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError, refused
-from rollflow.stream.data.space import Numerics, flat_size, flatten, item_of, map_items, row_of
+from rollflow.stream.data.space import flat_size, flatten, item_of, map_items, row_of
 from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
@@ -122,7 +121,7 @@ def _rewritten(piece: Any, plan: Plan) -> None:
     """Add the form of a piece that makes other observations any[N, ...] of them, and remembers nothing."""
 
     def form(step: Step) -> None:
-        step.observation = piece.rewritten(step.observation, numerics=_TENSORS)
+        step.observation = piece.rewritten(step.observation)
 
     plan.forms.append(form)
 
@@ -183,7 +182,7 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
         if actions:
             chosen = parts[piece.PREV_ACTIONS_KEY] = step.recall()
             step.later.append(
-                (len(step.kept), lambda newest: torch.cat([chosen[:, width:], flatten(space, newest, torch)], 1))
+                (len(step.kept), lambda newest: torch.cat([chosen[:, width:], flatten(space, newest)], 1))
             )
             step.kept.append(chosen)
         if rewards:
@@ -241,7 +240,7 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
 
         return likeliest
     if type(piece) in (NormalizeAndClipActions, ClipActions):
-        bring = piece.bringer(piece.input_action_space, _TENSORS)
+        bring = piece.bringer(piece.input_action_space, TENSORS)
 
         def brought(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
             if for_env is None:
@@ -252,24 +251,10 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
     if type(piece) is AdaptActions:
 
         def adapted(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
-            return actions, piece.map(actions if for_env is None else for_env, _TENSORS)
+            return actions, piece.map(actions if for_env is None else for_env)
 
         return adapted
     raise _without_form(piece)
-
-
-def _in_type(space: gym.Space[Any], actions: Tensor, bounds: Any = None) -> Tensor:
-    """Items of a space without parts in its dtype: that of `ARRAYS` for tensors, which works out the bounds itself."""
-    like = torch.from_numpy(np.zeros(0, space.dtype))
-    if actions.is_floating_point() and not like.is_floating_point():
-        if not isinstance(space, spaces.Box):
-            return actions.round().to(like.dtype)
-        numbers = actions.reshape(actions.shape[0], -1)
-        actions = nearest_whole(numbers, whole_bounds_of(space)).reshape(actions.shape)
-    return actions.to(like.dtype)
-
-
-_TENSORS: Numerics = torch, Tensor.double, _in_type
 
 
 class TensorPolicy(torch.nn.Module):
@@ -352,7 +337,7 @@ class TensorPolicy(torch.nn.Module):
         for form in self._after:
             if form is not None:
                 actions, for_env = form(output, actions, for_env)
-        given = map_items(_in_type, self._action_space, actions if for_env is None else for_env)
+        given = map_items(TENSORS[2], self._action_space, actions if for_env is None else for_env)
         return (actions, given), output.get(Columns.ACTION_DIST_INPUTS)
 
 

@@ -4,7 +4,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -14,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.ranges import check_range
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, library_of, map_tree
 
 Space = gym.Space[Any]
 Numerics = tuple[Any, Callable[[Any], Any], Callable[..., Any]]
@@ -257,29 +256,31 @@ def one_hot(
     return vectors
 
 
-def one_hot_items(space: gym.Space[Any], items: Tree, xp: Any = np) -> Tree:
+def one_hot_items(space: gym.Space[Any], items: Tree) -> Tree:
     """Items of a space with Discrete and MultiDiscrete leaves as one-hot vectors `f32[..., n]`.
 
-        items    one item, or a tree of arrays `any[..., ...]` with leading axes
-        xp       numpy or torch, whichever the result is to be of
+        items    one item, or a tree of arrays, or of tensors, `any[..., ...]` with leading axes
 
     A MultiDiscrete's vectors are joined end to end. Other leaves are unchanged.
     """
-    return map_items(partial(_one_hot, xp), space, items)
+    return map_items(_one_hot, space, items)
 
 
-def _one_hot(xp: Any, space: Space, items: Any) -> Any:
+def _one_hot(space: Space, items: Any) -> Any:
     if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return items
-    numbers = xp.asarray(items) - xp.asarray(space.start)
+    xp = library_of(items)
+    numbers = xp.asarray(items)
     if isinstance(space, spaces.Discrete):
-        return _vectors(xp, numbers, int(space.n))
-    flat, sizes = _raveled(numbers, space), space.nvec.reshape(-1).tolist()
-    return xp.concatenate([_vectors(xp, flat[..., i], n) for i, n in enumerate(sizes)], -1)
+        return _vectors(numbers, int(space.start), int(space.n))
+    flat, ends = _raveled(numbers, space), zip(space.start.reshape(-1), space.nvec.reshape(-1), strict=True)
+    return xp.concatenate([_vectors(flat[..., i], int(start), int(n)) for i, (start, n) in enumerate(ends)], -1)
 
 
-def _vectors(xp: Any, numbers: Any, n: int) -> Any:
-    return xp.asarray(numbers[..., None] == xp.arange(n), dtype=xp.float32)
+def _vectors(numbers: Any, start: int, n: int) -> Any:
+    xp = library_of(numbers)
+    there = {} if xp is np else {"device": numbers.device}
+    return xp.asarray(numbers[..., None] == xp.arange(start, start + n, **there), dtype=xp.float32)
 
 
 def flat_size(space: gym.Space[Any]) -> int:
@@ -287,23 +288,23 @@ def flat_size(space: gym.Space[Any]) -> int:
     return int(flatten(space, item_of(space)).shape[-1])
 
 
-def flatten(space: gym.Space[Any], items: Tree, xp: Any = np) -> Any:
+def flatten(space: gym.Space[Any], items: Tree) -> Any:
     """Items as vectors `f32[..., D]`: a Dict's parts by sorted key, a Tuple's in order, end to end.
 
-        items    one item, or a tree of arrays with leading axes
-        xp       numpy or torch, whichever the result is to be of
+        items    one item, or a tree of arrays, or of tensors, with leading axes
 
     Discrete and MultiDiscrete parts become one-hot vectors, all others are raveled. Raises ColumnError for a Dict or
     Tuple without parts.
     """
     if isinstance(space, spaces.Dict | spaces.Tuple) and not len(space):
         raise ColumnError(f"space {space} has no parts, expected at least one")
-    if isinstance(space, spaces.Dict):
-        return xp.concatenate([flatten(space[key], items[key], xp) for key in sorted(space.keys())], -1)
-    if isinstance(space, spaces.Tuple):
-        return xp.concatenate([flatten(part, item, xp) for part, item in zip(space, items, strict=True)], -1)
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        keys: Any = sorted(space.keys()) if isinstance(space, spaces.Dict) else range(len(space))
+        vectors = [flatten(space[key], items[key]) for key in keys]
+        return library_of(vectors[0]).concatenate(vectors, -1)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return _one_hot(xp, space, items)
+        return _one_hot(space, items)
+    xp = library_of(items)
     return _raveled(xp.asarray(items, dtype=xp.float32), space)
 
 

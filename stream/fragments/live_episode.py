@@ -13,7 +13,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EpisodeError
 from rollflow.stream.data.infos import info_of
-from rollflow.stream.data.tree import Tree, kind_of, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, kind_of, library_of, map_tree, stack_trees
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
 from rollflow.stream.fragments.fragment import Final
@@ -100,7 +100,10 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     is_settled      whether the latest observations are recorded as they are
     is_rewritten    whether a piece has written any since these episodes were made
     space           that the last piece that has written leaves observations in; None: not known
+    counted         bool[K] on a device: slots whose observations are new to pieces; None: all are
     """
+
+    counted: Any = None
 
     def __init__(
         self,
@@ -215,14 +218,15 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """
         latest = self.newest()
         if count == 1:
-            return map_tree(lambda leaf: leaf[:, None].copy(), latest)
+            return map_tree(lambda leaf: library_of(leaf).concatenate([leaf[:, None]]), latest)
         earlier = self.recent(Columns.OBS, count - 1)
         ours, theirs = kind_of(latest), kind_of(map_tree(lambda past: past[:, 0], earlier))
         if ours != theirs and self.steps_there(count - 1).any():
             raise ValueError(f"the latest are {ours}, those before them {theirs}")
         if ours != theirs:  # before the first step the column may have another type
-            earlier = map_tree(lambda leaf: np.zeros((len(leaf), count - 1, *leaf.shape[1:]), leaf.dtype), latest)
-        return map_tree(lambda past, leaf: np.concatenate([past, leaf[:, None]], axis=1), earlier, latest)
+            repeated = map_tree(lambda leaf: library_of(leaf).stack([leaf] * (count - 1), axis=1), latest)
+            earlier = map_tree(lambda leaf: library_of(leaf).zeros_like(leaf), repeated)
+        return map_tree(lambda past, leaf: library_of(leaf).concatenate([past, leaf[:, None]], axis=1), earlier, latest)
 
     def recent(self, name: str, count: int) -> Tree:
         """A column's values at the last `count` steps, oldest first: a tree of new arrays `any[K, count, ...]`.

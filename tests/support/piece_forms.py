@@ -3,10 +3,13 @@
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode
 
 from rollflow import ConnectorV2, SingleAgentEpisode
+from rollflow.nodes.connectors.common.batches import DEVICE
 from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
@@ -46,6 +49,62 @@ class Breaks(ConnectorV2):
 def log_rows(metrics: Any, episodes: Any) -> None:
     """Count the episodes that come by, for a `LambdaConnector`."""
     metrics.log_value("rows", len(list(episodes)), reduce="sum")
+
+
+class Tensors(LaneEpisodes):
+    """The episodes of a lane with tensors for arrays, as those of a lane on a device; `made` is what a piece writes."""
+
+    made: Any = None
+
+    def __init__(self, episodes: LaneEpisodes) -> None:
+        self._episodes, self.slots = episodes, episodes.slots
+
+    def set_observations(self, observations: Any) -> None:
+        self.made = observations
+
+
+for read in ("newest", "recent", "steps_there", "just_begun", "values_before"):
+    setattr(Tensors, read, lambda own, *given, read=read: tensors(getattr(own._episodes, read)(*given)))
+
+
+def tensors(tree: Any) -> Any:
+    """A tree of arrays as one of tensors, copied; anything else as it is."""
+    return map_tree(lambda leaf: torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+class OnTensors(ConnectorV2):
+    """Calls a piece, and another like it on tensors that are read on no account, and compares what they make.
+
+    bound      relative and absolute difference that is allowed for
+    compared   calls so far
+    """
+
+    columnar = True
+
+    def __init__(self, make: Any, bound: float = 0.0) -> None:
+        super().__init__()
+        self.piece, self.twin, self.bound, self.compared = make(), make(), bound, 0
+        assert self.piece.on_device
+        self.lookback = self.piece.lookback
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        for piece in (self.piece, self.twin):
+            piece.set_input_spaces(observation_space, action_space)
+        return self.piece.observation_space
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, *, batch: Any, episodes: Any, shared_data: Any, **kwargs: Any) -> Any:
+        shared, seen = {**shared_data, DEVICE: torch.device("cpu")}, Tensors(episodes)
+        if "generator" in shared:
+            shared["generator"] = torch.Generator().set_state(shared["generator"].get_state())
+        made = self.twin(batch=tensors(batch), episodes=seen, shared_data=shared, **kwargs)
+        batch = self.piece(batch=batch, episodes=episodes, shared_data=shared_data, **kwargs)
+        expected = tensors([dict(batch), None if seen.made is None else episodes.newest()])
+        torch.testing.assert_close([dict(made), seen.made], expected, rtol=self.bound, atol=self.bound)
+        self.compared += 1
+        return batch
 
 
 class Torch:

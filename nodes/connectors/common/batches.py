@@ -26,6 +26,9 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 ALIGNED_BYTES = 16
 
+DEVICE = "device"
+"""Key in `shared_data` of the device that a lane's tensors stay on; it is there for such lanes alone."""
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NumpyToTensor(ConnectorV2):
@@ -39,6 +42,7 @@ class NumpyToTensor(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     changes_episodes = False
 
     pin_memory: bool = False
@@ -97,13 +101,16 @@ class NumpyToTensor(ConnectorV2):
 class TensorToNumpy(ConnectorV2):
     """Turns every tensor of the batch, however nested, into an array; those in main memory without a copy.
 
-    numpy has no bfloat16: such tensors become f32, which holds the same numbers.
+    numpy has no bfloat16: such tensors become f32, which holds the same numbers. Those of a lane on a device stay.
     """
 
     columnar = True
+    on_device = True
     changes_episodes = False
 
-    def __call__(self, *, batch: Batch, **kwargs: Any) -> Batch:
+    def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        if shared_data and DEVICE in shared_data:
+            return batch
         for column, data in batch.items():
             if type(data) is torch.Tensor:
                 batch[column] = array_of(data)
@@ -167,6 +174,7 @@ class BatchIndividualItems(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     changes_episodes = False
 
     multi_agent: bool = False

@@ -16,7 +16,7 @@ from rollflow.nodes.modules.rl_module import is_stateful, max_seq_len_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError
 from rollflow.stream.data.space import map_space
-from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree, stack_trees, unstack_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, library_of, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
@@ -37,6 +37,7 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
     """
 
     columnar = True
+    on_device = True
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if Columns.OBS in batch:
@@ -106,6 +107,7 @@ class FrameStacking(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     changes_episodes = False
 
     num_frames: int = 1
@@ -159,7 +161,7 @@ def _of_fragments(episodes: FragmentEpisodes, count: int) -> tuple[Tree, Tree]:
     frames = episodes.recent_observations(count)
     ends = np.cumsum(episodes.lengths) - 1
     last = map_tree(
-        lambda leaf, newest: np.concatenate([leaf[ends, 1:], newest[:, None]], axis=1),
+        lambda leaf, newest: library_of(leaf).concatenate([leaf[ends, 1:], newest[:, None]], axis=1),
         frames,
         episodes.last_observations(),
     )
@@ -179,7 +181,7 @@ def _joined(frames: Any) -> Any:
     """`any[B, count, ..., c]` as `any[B, ..., count * c]`."""
     if frames.ndim < 3:
         raise ConnectorError("FrameStacking: an observation is a single number, expected arrays of one axis or more")
-    beside = np.moveaxis(frames, 1, -2)
+    beside = library_of(frames).moveaxis(frames, 1, -2)
     return beside.reshape(*beside.shape[:-2], beside.shape[-2] * beside.shape[-1])
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
-from rollflow.nodes.connectors.common.batches import module_by_module
+from rollflow.nodes.connectors.common.batches import as_array, module_by_module
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import (
@@ -27,8 +28,8 @@ from rollflow.nodes.connectors.list_form import (
 )
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, located
-from rollflow.stream.data.space import ARRAYS, Numerics, flat_size, flatten, item_of, map_space, one_hot_items, tree_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, unstack_tree
+from rollflow.stream.data.space import flat_size, flatten, item_of, map_space, one_hot_items, tree_of
+from rollflow.stream.data.tree import Tree, leaves_of, library_of, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import FragmentEpisodes
@@ -43,11 +44,10 @@ class ObservationRewriter(ConnectorV2):
 
     columnar = True
 
-    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Tree:
-        """One observation, or those of all slots, a tree of arrays `any[N, ...]`, as they are to be.
+    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
+        """One observation, or those of all slots, a tree of arrays or tensors `any[N, ...]`, as they are to be.
 
         agent_id    of one of several agents
-        numerics    of the observations: of arrays, or of tensors
         """
         raise NotImplementedError
 
@@ -161,13 +161,14 @@ class OneHotObservations(ObservationRewriter):
     agent ids, or the same for all.
     """
 
+    on_device = True
     pipelines = ("env-to-module", "learner")
 
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         return map_space(_one_hot_space, input_observation_space)
 
-    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Tree:
-        return one_hot_items(space_of_agent(self._needed_space("observation"), agent_id), observations, numerics[0])
+    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
+        return one_hot_items(space_of_agent(self._needed_space("observation"), agent_id), observations)
 
 
 def _one_hot_space(space: Space) -> Space:
@@ -194,6 +195,7 @@ class FlattenObservations(ObservationRewriter):
     """
 
     columnar = True
+    on_device = True
     pipelines = ("env-to-module", "learner")
 
     multi_agent: bool = False
@@ -235,13 +237,13 @@ class FlattenObservations(ObservationRewriter):
         """True if the observations of an agent, or of a single one, are flattened."""
         return self.agent_ids is None or agent_id is None or agent_id in self.agent_ids
 
-    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Any:
+    def rewritten(self, observations: Tree, agent_id: Any = None) -> Any:
         space = self._needed_space("observation")
         if not self._concerns(agent_id):
             return observations
         if self.multi_agent:
             space = space_of_agent(space, agent_id)
-        return flatten(self._kept(space), observations, numerics[0])
+        return flatten(self._kept(space), observations)
 
     def _made(self, space: Space, agent_id: Any) -> Space:
         return self._flat_space(space) if self._concerns(agent_id) else space
@@ -286,6 +288,7 @@ class PrevActionsPrevRewards(ObservationRewriter):
     PREV_REWARDS_KEY = "prev_n_rewards"
 
     columnar = True
+    on_device = True
     pipelines = ("env-to-module", "learner")
 
     multi_agent: bool = False
@@ -318,9 +321,9 @@ class PrevActionsPrevRewards(ObservationRewriter):
         parts: dict[str, Any] = {self.ORIG_OBS_KEY: episodes.newest()}
         if self.n_prev_actions:
             actions = flatten(self._action_space_of(None), episodes.recent(Columns.ACTIONS, self.n_prev_actions))
-            there = episodes.steps_there(self.n_prev_actions)
-            actions[~there] = 0.0
-            parts[self.PREV_ACTIONS_KEY] = actions.reshape(len(actions), -1)
+            there = episodes.steps_there(self.n_prev_actions)[..., None]
+            shown = library_of(actions).where(there, actions, 0.0)
+            parts[self.PREV_ACTIONS_KEY] = shown.reshape(len(shown), -1)
         if self.n_prev_rewards:
             parts[self.PREV_REWARDS_KEY] = episodes.recent(Columns.REWARDS, self.n_prev_rewards)
         return parts
@@ -358,6 +361,7 @@ class WriteObservationsToEpisodes(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     pipelines = ("env-to-module",)
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
@@ -390,9 +394,9 @@ Floats = NDArray[np.float64]
 
 
 class RunningStatistics:
-    """Statistics over rows of D numbers each, in f64.
+    """Statistics over rows of D numbers each, in f64: arrays, or, once rows on a device were pushed, tensors there.
 
-    count    rows counted
+    count    rows counted; i64[] on a device
     mean     f64[D]
     m2       f64[D]  sum of squared distances from the mean
     """
@@ -400,34 +404,53 @@ class RunningStatistics:
     __slots__ = ("count", "m2", "mean")
 
     def __init__(self, size: int) -> None:
-        self.count = 0
-        self.mean: Floats = np.zeros(size)
-        self.m2: Floats = np.zeros(size)
+        self.count: Any = 0
+        self.mean: Any = np.zeros(size)
+        self.m2: Any = np.zeros(size)
 
     def push(self, rows: Floats) -> tuple[Floats, Floats]:
         """Count f64[N, D] row by row; return mean and deviation after each row, f64[N, D] both."""
         center = self.mean if self.count else rows[0]
         # Sums around a center close to the mean lose no digits to large offsets.
-        away = rows - center
-        counts = self.count + np.arange(1, len(rows) + 1)[:, None]
-        sums = np.cumsum(away, axis=0)
+        return self._add(rows - center, center, self.count + np.arange(1, len(rows) + 1)[:, None], len(rows))
+
+    def push_tensors(self, rows: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`push` for a tensor, of which no number is read; rows that are not `counted`, bool[N], add nothing."""
+        begins = isinstance(self.count, int) and not self.count
+        self.bring_to(rows.device)
+        numbers = torch.cumsum(counted, 0)
+        first = rows.index_select(0, (numbers > 0).to(torch.int8).argmax(keepdim=True))[0]
+        center = torch.where(numbers[-1] > 0, first, 0.0) if begins else self.mean
+        counts = (self.count + numbers).clamp(min=1)[:, None]
+        return self._add(torch.where(counted[:, None], rows - center, 0.0), center, counts, numbers[-1])
+
+    def _add(self, away: Any, center: Any, counts: Any, more: Any) -> tuple[Any, Any]:
+        xp = library_of(away)
+        sums = xp.cumsum(away, axis=0)
         means = center + sums / counts
-        m2s = np.maximum(self.m2 + np.cumsum(away * away, axis=0) - sums * sums / counts, 0.0)
-        self.count += len(rows)
+        m2s = xp.clip(self.m2 + xp.cumsum(away * away, axis=0) - sums * sums / counts, 0.0, None)
+        self.count += more
         self.mean, self.m2 = means[-1], m2s[-1]
         return means, _deviation(m2s, counts)
 
+    def bring_to(self, device: torch.device) -> None:
+        """Make the statistics tensors on a device."""
+        if library_of(self.mean) is np:
+            self.count = torch.full((), self.count, device=device)
+            self.mean, self.m2 = (torch.from_numpy(np.array(each)).to(device) for each in (self.mean, self.m2))
+
     @property
-    def deviation(self) -> Floats:
+    def deviation(self) -> Any:
         """f64[D]: the sample's standard deviation; 0 before the second row."""
-        return _deviation(self.m2, np.array(self.count))
+        return _deviation(self.m2, library_of(self.mean).asarray(self.count))
 
     @classmethod
     def merged(cls, several: Iterable["RunningStatistics"], size: int) -> Self:
         """The statistics of all rows that any of several has counted; their order makes no difference."""
         total = cls(size)
         # Sorted by content, so that the order of arguments does not change even the rounding.
-        for each in sorted(several, key=lambda each: (each.count, each.mean.tobytes(), each.m2.tobytes())):
+        here = [cls.from_state(each.get_state(), size) for each in several]
+        for each in sorted(here, key=lambda each: (each.count, each.mean.tobytes(), each.m2.tobytes())):
             if not each.count:
                 continue
             count = total.count + each.count
@@ -439,7 +462,7 @@ class RunningStatistics:
 
     def get_state(self) -> dict[str, Any]:
         """Count, mean and m2, copied."""
-        return {"count": self.count, "mean": self.mean.copy(), "m2": self.m2.copy()}
+        return {"count": int(self.count), "mean": as_array(self.mean).copy(), "m2": as_array(self.m2).copy()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], size: int) -> Self:
@@ -452,9 +475,9 @@ class RunningStatistics:
         return made
 
 
-def _deviation(m2: Floats, counts: NDArray[Any]) -> Floats:
-    deviation: Floats = np.sqrt(m2 / np.maximum(counts - 1, 1))
-    return deviation
+def _deviation(m2: Any, counts: Any) -> Any:
+    xp = library_of(m2)
+    return xp.sqrt(m2 / xp.clip(counts - 1, 1, None))
 
 
 _SMALLEST_DEVIATION = 1e-8
@@ -480,10 +503,12 @@ class MeanStdFilter(ConnectorV2):
     alone.
 
     Raises ConnectorError for states of another space or another piece. Raises it for spaces without numbers, or with
-    another number of them than has been counted, and for observations that are not finite.
+    another number of them than has been counted, and for observations that are not finite. Those of a lane on a device
+    are not counted where they are not finite.
     """
 
     columnar = True
+    on_device = True
     pipelines = ("env-to-module",)
 
     multi_agent: bool = False
@@ -526,7 +551,7 @@ class MeanStdFilter(ConnectorV2):
             return batch
         self._needed_space("observation")
         if isinstance(episodes, LaneEpisodes):
-            episodes.set_observations(self._filter(episodes.newest()))
+            episodes.set_observations(self._filter(episodes.newest(), episodes.counted))
             return batch
         alone = list(self.single_agent_episode_iterator(episodes))
         if not alone:
@@ -541,19 +566,19 @@ class MeanStdFilter(ConnectorV2):
     @property
     def count(self) -> int:
         """Observations counted, here and by those whose states were merged in; of all agents."""
-        return self._total.count + sum(each.count for each in self._of_agents.values())
+        return int(self._total.count) + sum(each.count for each in self._of_agents.values())
 
     @property
     def mean(self) -> NDArray[np.float64]:
         """f64[D]: of all numbers in Boxes, in the order of an observation's leaves; not for several agents."""
         self._refuse_several("mean")
-        return self._total.mean
+        return as_array(self._total.mean)  # type: ignore[no-any-return]
 
     @property
     def deviation(self) -> NDArray[np.float64]:
         """f64[D]: the sample's standard deviation, in the same order; not for several agents."""
         self._refuse_several("deviation")
-        return self._total.deviation
+        return as_array(self._total.deviation)  # type: ignore[no-any-return]
 
     def of_agent(self, agent_id: Any) -> "MeanStdFilter":
         """An agent's own filter. Raises ConnectorError for an agent that the observation space has no part for."""
@@ -654,16 +679,28 @@ class MeanStdFilter(ConnectorV2):
         if self.multi_agent:
             raise ConnectorError(f"{self.name} has a filter for each agent, expected of_agent(agent id).{what}")
 
-    def _filter(self, observations: Tree) -> Tree:
-        """Filter a tree of arrays `any[N, ...]`."""
+    def _filter(self, observations: Tree, counted: Any = None) -> Tree:
+        """Filter a tree of arrays, or of tensors, `any[N, ...]`.
 
-        def filtered(parts: list[Any]) -> Iterator[NDArray[Any]]:
-            kept = [np.asarray(part) for part in parts]
-            rows = np.concatenate(
-                [part.reshape(len(part), math.prod(part.shape[1:])) for part in kept], axis=1, dtype=np.float64
-            )
-            self._check(rows)
-            return parts_like(kept, self.scaled(rows, *self._pushed(rows), np).astype(np.float32))
+        counted    bool[N], the tensors' rows that are counted; None: all
+        """
+
+        def filtered(parts: list[Any]) -> Iterator[Any]:
+            xp = library_of(parts[0])
+            kept = [xp.asarray(part) for part in parts]
+            wide = [xp.asarray(part.reshape(len(part), math.prod(part.shape[1:])), dtype=xp.float64) for part in kept]
+            rows = wide[0] if len(wide) == 1 else xp.concatenate(wide, 1)
+            if rows.shape[1] != self._size:
+                raise ConnectorError(
+                    f"{self.name}: observations of {rows.shape[1]} numbers, expected {self._size}, as "
+                    f"{self._space_text()} has"
+                )
+            if xp is np:
+                self._check(rows)
+                made = self.scaled(rows, *self._pushed(rows), np).astype(np.float32)
+            else:
+                made = self.scaled(rows, *self._pushed_tensors(rows, counted), torch).float()
+            return parts_like(kept, made)
 
         return self.map_boxes(filtered, observations)
 
@@ -688,15 +725,10 @@ class MeanStdFilter(ConnectorV2):
         if self.de_mean_to_zero:
             rows = rows - mean
         if self.de_std_to_one:
-            rows = rows / xp.where(deviation > 0.0, xp.maximum(deviation, xp.asarray(_SMALLEST_DEVIATION)), 1.0)
+            rows = rows / xp.where(deviation > 0.0, xp.clip(deviation, _SMALLEST_DEVIATION, None), 1.0)
         return rows if self.clip_by_value is None else xp.clip(rows, -self.clip_by_value, self.clip_by_value)
 
     def _check(self, rows: NDArray[np.float64]) -> None:
-        if rows.shape[1] != self._size:
-            raise ConnectorError(
-                f"{self.name}: observations of {rows.shape[1]} numbers, expected {self._size}, as "
-                f"{self._space_text()} has"
-            )
         finite = np.isfinite(rows)
         if not finite.all():
             slot, place = np.argwhere(~finite)[0]
@@ -711,6 +743,16 @@ class MeanStdFilter(ConnectorV2):
         if self._total is not self._own:
             self._own.push(rows)
         return self._total.push(rows)
+
+    def _pushed_tensors(self, rows: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.update_stats:
+            self._total.bring_to(rows.device)
+            return self._total.mean, self._total.deviation
+        finite = rows.isfinite().all(1)
+        counted = finite if counted is None else finite & counted
+        if self._total is not self._own:
+            self._own.push_tensors(rows, counted)
+        return self._total.push_tensors(rows, counted)
 
     def _forget(self) -> None:
         self._id = uuid.uuid4().hex

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_number, checking_constructor
 from rollflow.nodes.connectors.common.batches import (
+    DEVICE,
     MEMORIZED,
     array_of,
     as_array,
@@ -31,7 +32,14 @@ from rollflow.nodes.connectors.list_form import (
     single_agent_episodes,
     space_of_agent,
 )
-from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for, without_choice
+from rollflow.nodes.modules.distribution import (
+    Categorical,
+    DistributionType,
+    distribution_for,
+    nearest_whole,
+    whole_bounds_of,
+    without_choice,
+)
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.data.space import ARRAYS, Numerics, nearest, whole_bounds
@@ -59,10 +67,11 @@ class GetActions(ConnectorV2):
 
     Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN or +inf,
     or all of a slot's actions are ruled out, by logits of -1e9 or less. So it does for an action of the module that is
-    NaN.
+    NaN. For a lane on a device no number is looked at here.
     """
 
     columnar = True
+    on_device = True
     pipelines = ("module-to-env",)
     changes_episodes = False
 
@@ -91,8 +100,9 @@ class GetActions(ConnectorV2):
     def _act(
         self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any], episodes: Episodes
     ) -> None:
+        looks = DEVICE not in shared_data
         if Columns.ACTIONS in batch:
-            if slots := slots_with_nan(batch[Columns.ACTIONS]):
+            if looks and (slots := slots_with_nan(batch[Columns.ACTIONS])):
                 raise _unusable(Columns.ACTIONS, "is NaN", slots, shared_data, episodes, rl_module)
             return
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
@@ -102,7 +112,7 @@ class GetActions(ConnectorV2):
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             ).see("module")
         array = None if isinstance(logits, torch.Tensor) else _as_array(logits)
-        if array is None and not logits.is_cpu:  # generators and environments are on the CPU
+        if looks and array is None and not logits.is_cpu:  # generators and environments are on the CPU
             batch[Columns.ACTION_DIST_INPUTS] = logits = logits.cpu()
         agent_id = getattr(episodes[0], "agent_id", None) if isinstance(episodes, list) and episodes else None
         distribution_type = self.distribution_type(rl_module, explore=explore, agent_id=agent_id)
@@ -116,7 +126,8 @@ class GetActions(ConnectorV2):
             if not are_usable(logits.numpy(), logp, may_mask(rl_module)):
                 refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
         else:
-            refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
+            if looks:
+                refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
@@ -126,7 +137,8 @@ class GetActions(ConnectorV2):
             logp = None
             if explore and isinstance(distribution_type, DistributionType) and Columns.ACTION_LOGP not in batch:
                 logp = distribution.logp(actions)
-                refuse_infinite(logp, shared_data, episodes, rl_module)
+                if looks:
+                    refuse_infinite(logp, shared_data, episodes, rl_module)
         batch[Columns.ACTIONS] = actions
         if Columns.ACTION_LOGP not in batch:
             batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
@@ -303,6 +315,7 @@ class UnBatchToIndividualItems(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     changes_episodes = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
@@ -341,6 +354,7 @@ class RemoveSingleTsTimeRankFromBatch(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     changes_episodes = False
 
     @module_by_module
@@ -408,6 +422,7 @@ class ListifyDataForVectorEnv(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     pipelines = ("module-to-env",)
     changes_episodes = False
 
@@ -500,6 +515,7 @@ class NormalizeAndClipActions(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     pipelines = ("module-to-env",)
     changes_episodes = False
 
@@ -508,6 +524,7 @@ class NormalizeAndClipActions(ConnectorV2):
 
     def __post_init__(self) -> None:
         self._bring: Bring | None = None  # set with the spaces; below, by agents
+        self._on_device: tuple[Any, Bring | None] | None = None  # a device, and the change to actions there
         self._of_agents: dict[Any, Bring | None] = {}
 
     @property
@@ -518,7 +535,7 @@ class NormalizeAndClipActions(ConnectorV2):
         return self._bring is not None
 
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
-        self._bring = self.bringer(input_action_space)
+        self._bring, self._on_device = self.bringer(input_action_space), None
         parts = input_action_space.spaces if isinstance(input_action_space, spaces.Dict) else {}
         self._of_agents = {agent_id: self.bringer(part) for agent_id, part in parts.items()}
         return input_action_space
@@ -528,6 +545,8 @@ class NormalizeAndClipActions(ConnectorV2):
         bring, is_there = self._bring, Columns.ACTIONS_FOR_ENV in batch
         if shared_data is not None:
             shared_data[PASSED_ON] = bring is None and not is_there
+            if bring is not None and DEVICE in shared_data:
+                bring = self._bringer_on(shared_data[DEVICE])
         if is_there or not batch or not (self.normalize_actions or self.clip_actions):  # no batch: no agent acts
             return batch
         actions = batch[Columns.ACTIONS]
@@ -556,6 +575,13 @@ class NormalizeAndClipActions(ConnectorV2):
         if len(key) > 1:
             bring = self._of_agents.get(key[1], bring)
         return [bring(action) for action in items] if bring else items
+
+    def _bringer_on(self, device: torch.device) -> Bring | None:
+        """The change to tensors on a device, where the bounds lie as well."""
+        if self._on_device is None or self._on_device[0] != device:
+            with device:
+                self._on_device = device, self.bringer(self._needed_space("action"), TENSORS)
+        return self._on_device[1]
 
     def bringer(self, space: Space, numerics: Numerics = ARRAYS) -> Bring | None:
         """The change to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing changes.
@@ -604,6 +630,21 @@ class NormalizeAndClipActions(ConnectorV2):
             return in_type(box, low + (wide(values) + 1.0) * (high / 2.0 - low / 2.0), bounds)
 
         return normalize if self.normalize_actions else clip if self.clip_actions else None
+
+
+def _in_type(space: Space, actions: torch.Tensor, bounds: Any = None) -> torch.Tensor:
+    """Items of a space without parts in its dtype: that of `ARRAYS` for tensors, which works out the bounds itself."""
+    dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
+    if actions.is_floating_point() and not dtype.is_floating_point:
+        if not isinstance(space, spaces.Box):
+            return actions.round().to(dtype)
+        numbers = actions.reshape(actions.shape[0], -1)
+        within = [bound.to(actions.device) for bound in whole_bounds_of(space)]
+        actions = nearest_whole(numbers, within).reshape(actions.shape)
+    return actions.to(dtype)
+
+
+TENSORS: Numerics = torch, torch.Tensor.double, _in_type
 
 
 def _described(actions: Any) -> str:
@@ -672,6 +713,7 @@ class _Exploration(ConnectorV2):
     """
 
     columnar = True
+    on_device = True
     pipelines = ("module-to-env",)
     changes_episodes = False
     limits: ClassVar[dict[str, Any]]  # of the schedule's values, as `checked_number` takes them
@@ -719,16 +761,36 @@ class _Exploration(ConnectorV2):
         if Columns.ACTIONS_FOR_ENV in batch:
             raise _too_late(self, f"a piece that made '{Columns.ACTIONS_FOR_ENV}'")
         shared = {} if shared_data is None else shared_data
-        if self.takes == Columns.ACTION_DIST_INPUTS:  # a piece before this one may have changed them
+        draws = _Draws(shared.get("generator"), shared.get(DEVICE))
+        if self.takes == Columns.ACTION_DIST_INPUTS and draws.device is None:  # a piece before may have changed them
             refuse_unusable(_rows(batch[self.takes]), shared, episodes, distribution_for(space))
-        self._explore(batch, episodes, space, self.value(shared.get("step", 0)), shared.get("generator"))
+        self._explore(batch, episodes, space, self.value(shared.get("step", 0)), draws)
         return batch
 
     @abc.abstractmethod
-    def _explore(
-        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
-    ) -> None:
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: "_Draws") -> None:
         """Change the batch's actions, which the module chose in a space."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Random numbers f64[...], as arrays, or as tensors on a device.
+
+    device    of the tensors; None: they are arrays
+    """
+
+    generator: torch.Generator | None
+    device: torch.device | None
+
+    @property
+    def xp(self) -> Any:
+        """The numbers' library."""
+        return np if self.device is None else torch
+
+    def __call__(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Any:
+        """Numbers that a function of torch draws."""
+        drawn = draw(shape, generator=self.generator, dtype=torch.float64, device=self.device)
+        return drawn.numpy() if self.device is None else drawn
 
 
 @checking_constructor(epsilon="schedule=…")
@@ -749,22 +811,21 @@ class EpsilonGreedy(_Exploration):
     action_spaces = (gym.spaces.Discrete,)
     takes = Columns.ACTION_DIST_INPUTS
 
-    def _explore(
-        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
-    ) -> None:
-        values = _rows(batch[Columns.ACTION_DIST_INPUTS]).astype(np.float64)
-        there = values > RULED_OUT
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: _Draws) -> None:
+        xp = draws.xp
+        values = xp.asarray(_rows(batch[Columns.ACTION_DIST_INPUTS], xp), dtype=xp.float64)
         greedy = values.argmax(1)
-        draws = torch.rand((2, len(values)), generator=generator, dtype=torch.float64).numpy()
+        explores, place = draws(torch.rand, (2, len(values)))
         # The k-th of the allowed actions, for k drawn from 0 up to their number.
-        allowed = there.cumsum(1)
-        anything = (allowed > (draws[1] * allowed[:, -1])[:, None].astype(np.int64)).argmax(1)
-        chosen = np.where(draws[0] < value, anything, greedy)
+        allowed = xp.cumsum(values > RULED_OUT, 1)
+        count = xp.asarray(allowed[:, -1], dtype=xp.float64)
+        nth = xp.asarray(place * count, dtype=xp.int64)[:, None]
+        anything = xp.asarray(allowed > nth, dtype=xp.int8).argmax(1)
+        chosen = xp.where(explores < value, anything, greedy)
         with np.errstate(divide="ignore"):
-            logp = np.log((1.0 - value) * (chosen == greedy) + value / allowed[:, -1])
-        start = int(space.start)
-        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], chosen + start)
-        batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], logp.astype(np.float32))
+            logp = xp.log((1.0 - value) * xp.asarray(chosen == greedy, dtype=xp.float64) + value / count)
+        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], chosen + int(space.start), xp)
+        batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], xp.asarray(logp, dtype=xp.float32), xp)
 
 
 class Temperature(_Exploration):
@@ -784,15 +845,14 @@ class Temperature(_Exploration):
     action_spaces = (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
     takes = Columns.ACTION_DIST_INPUTS
 
-    def _explore(
-        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
-    ) -> None:
-        inputs = tensor_of(_rows(batch[Columns.ACTION_DIST_INPUTS]))
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: _Draws) -> None:
+        rows = _rows(batch[Columns.ACTION_DIST_INPUTS], draws.xp)
+        inputs = tensor_of(rows) if draws.device is None else rows
         inputs = (inputs / value).masked_fill(inputs <= RULED_OUT, -torch.inf)
         distribution = distribution_for(space).from_logits(inputs)
-        actions: Any = distribution.sample(generator)
-        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], actions.numpy())
-        batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], distribution.logp(actions).numpy())
+        actions = distribution.sample(draws.generator)
+        for column, made in ((Columns.ACTIONS, actions), (Columns.ACTION_LOGP, distribution.logp(actions))):
+            batch[column] = _like(batch[column], made.numpy() if draws.device is None else made, draws.xp)
 
 
 class GaussianNoise(_Exploration):
@@ -813,19 +873,26 @@ class GaussianNoise(_Exploration):
     action_spaces = (gym.spaces.Box,)
     takes = Columns.ACTIONS
 
-    def _explore(
-        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
-    ) -> None:
-        chosen = _rows(batch[Columns.ACTIONS])
+    _there: tuple[Any, ...] = None, None, None  # a device, a Box, and its bounds as tensors there
+
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: _Draws) -> None:
+        xp = draws.xp
+        chosen = _rows(batch[Columns.ACTIONS], xp)
         box = self._input_action_space
         is_scaled = self.is_normalized and isinstance(box, gym.spaces.Box) and box.is_bounded()
-        low, high = (-1.0, 1.0) if is_scaled else (space.low, space.high)
-        draws = value * torch.randn(chosen.shape, generator=generator, dtype=torch.float64).numpy()
-        noisy = chosen + self._noise(batch, episodes, draws)
-        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], np.clip(noisy, low, high))
+        low, high = (-1.0, 1.0) if is_scaled else self._bounds(space, draws.device)
+        noisy = chosen + self._noise(batch, episodes, value * draws(torch.randn, tuple(chosen.shape)), xp)
+        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], xp.clip(noisy, low, high), xp)
         batch.pop(Columns.ACTION_LOGP, None)
 
-    def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _bounds(self, space: gym.spaces.Box, device: torch.device | None) -> tuple[Any, Any]:
+        if device is None:
+            return space.low, space.high
+        if self._there[:2] != (device, space):
+            self._there = device, space, tuple(tensor_of(end).to(device) for end in (space.low, space.high))
+        return self._there[2]  # type: ignore[no-any-return]
+
+    def _noise(self, batch: Batch, episodes: Episodes, draws: Any, xp: Any) -> Any:
         """The noise of this step, f64[N, ...], from fresh random numbers of the same shape."""
         return draws
 
@@ -851,9 +918,9 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
         super().__post_init__()
         self.theta = checked_number("theta", self.theta, above=0, most=1)
 
-    def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
-        noise = (1.0 - self.theta) * _noise_before(episodes, draws.shape) + draws
-        batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise, are_floats=True)
+    def _noise(self, batch: Batch, episodes: Episodes, draws: Any, xp: Any) -> Any:
+        noise = (1.0 - self.theta) * _noise_before(episodes, draws, xp) + draws
+        batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise, xp, are_floats=True)
         return noise
 
 
@@ -883,29 +950,36 @@ def _too_late(piece: ConnectorV2, other: str) -> ConnectorError:
     )
 
 
-def _noise_before(episodes: Episodes, shape: tuple[int, ...]) -> NDArray[Any]:
-    """The noise of the step before, any[N, ...], of this shape; zeros where an episode begins."""
+def _noise_before(episodes: Episodes, draws: Any, xp: Any) -> Any:
+    """The noise of the step before, any[N, ...], of the shape of the draws; zeros where an episode begins."""
     if isinstance(episodes, LaneEpisodes):
         before: Any = episodes.values_before(ACTION_NOISE)
-        begins = episodes.just_begun().reshape(-1, *[1] * (len(shape) - 1))
-        return np.zeros(shape) if before is None else np.where(begins, 0.0, before)
+        begins = episodes.just_begun().reshape(-1, *[1] * (draws.ndim - 1))
+        return xp.zeros_like(draws) if before is None else xp.where(begins, 0.0, before)
     alone = single_agent_episodes(episodes, stepped_only=True)
-    zeros = np.zeros(shape[1:])
+    zeros = np.zeros(draws.shape[1:])
     return np.stack([each.get_extra_model_outputs(ACTION_NOISE, -1) if each.t else zeros for each in alone])
 
 
-def _rows(column: Any) -> NDArray[Any]:
-    """A column's items, in whatever form, as one array any[N, ...]."""
+def _rows(column: Any, xp: Any = np) -> Any:
+    """A column's items, in whatever form, as one array any[N, ...]; a tensor where `xp` is torch."""
+    if xp is torch:
+        return column
     if is_keyed_by_episode(column):
         column = [item for items in column.values() for item in items]
     return np.stack([as_array(item) for item in column]) if isinstance(column, list) else as_array(column)
 
 
-def _like(column: Any, values: NDArray[Any], *, are_floats: bool = False) -> Any:
+def _like(column: Any, values: Any, xp: Any, *, are_floats: bool = False) -> Any:
     """Values any[N, ...] in the form and dtype of a column that they take the place of, rounded to whole numbers.
 
+    xp            the values' library
     are_floats    True: as f32 where the column is of whole numbers
     """
+    if xp is torch:
+        if column.is_floating_point():
+            return values.to(column.dtype)
+        return values.float() if are_floats else torch.round(values).to(column.dtype)
     dtype: Any = _rows(column).dtype
     if dtype.kind in "iu" and are_floats:
         dtype = np.dtype(np.float32)

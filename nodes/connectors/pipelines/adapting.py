@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Space
 from rollflow.nodes.connectors.env_to_module.observation_pieces import ObservationRewriter
 from rollflow.nodes.connectors.list_form import check_is_space, map_column
-from rollflow.nodes.connectors.module_to_env.action_pieces import ListifyDataForVectorEnv
+from rollflow.nodes.connectors.module_to_env.action_pieces import TENSORS, ListifyDataForVectorEnv
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.space import ARRAYS, Leaf, Numerics, leaves_within, tree_of
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.tree import Tree, library_of
 
 Origin = float | str | list[Any] | tuple[str, float, float]
 """Where a field comes from: a number to fill it with, the path of a field, or [path, factor, offset]."""
@@ -87,9 +87,11 @@ class FieldMap:
             problems += [f"nothing takes {leaf.path} in {leaf.space}" for leaf in left]
             raise ConnectorError("\n  ".join(dict.fromkeys(problems)))
 
-    def __call__(self, items: Tree, numerics: Numerics = ARRAYS) -> Tree:
-        """The items, a tree of arrays any[..., *shape], of items with the same leading axes."""
-        array = numerics[0].asarray(self._first.found(items))
+    def __call__(self, items: Tree) -> Tree:
+        """The items, a tree of arrays, or of tensors, any[..., *shape], of items with the same leading axes."""
+        first = self._first.found(items)
+        numerics = ARRAYS if library_of(first) is np else TENSORS
+        array = numerics[0].asarray(first)
         lead = tuple(array.shape[: array.ndim - len(self._first.shape)])
         made = iter([rule.made(items, lead, numerics) for rule in self.rules])
         return tree_of(lambda _: next(made), self.target)
@@ -161,9 +163,9 @@ class AdaptObservations(ObservationRewriter):
         self.map = FieldMap("observation", input_observation_space, self.space, self.fields)
         return self.space
 
-    def rewritten(self, observations: Tree, agent_id: Any = None, numerics: Numerics = ARRAYS) -> Tree:
+    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
         self._needed_space("observation")
-        return self.map(observations, numerics)
+        return self.map(observations)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from numbered_module import NumberedModule, logits_of, numbered_envs
-from piece_forms import OneByOne
+from piece_forms import OneByOne, OnTensors
 from small_env import SmallEnv
 from together import Together
 
@@ -194,6 +194,26 @@ def test_noise_decays_by_theta_until_the_episode_ends(where: Any, pieces: list[C
         decayed = np.where(np.arange(12) < length, noise[0, slot] * 0.5 ** np.arange(12), 0.0)
         np.testing.assert_allclose(noise[:, slot], decayed, rtol=1e-6)
     np.testing.assert_array_equal(actions, noise.clip(-2, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(EpsilonGreedy, schedule=0.5),
+        partial(Temperature, schedule=2.0),
+        partial(GaussianNoise, schedule=1.0),
+        partial(OrnsteinUhlenbeckNoise, schedule=1.0),
+        partial(NormalizeAndClipActions, normalize_actions=True, clip_actions=True),
+        partial(NormalizeAndClipActions, normalize_actions=False, clip_actions=True),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_tensors_and_arrays_explore_alike(make: Any) -> None:
+    is_discrete = make.func in (EpsilonGreedy, Temperature)
+    compared, makers = OnTensors(make, bound=1e-6), [lambda: gym.make("Pendulum-v1", max_episode_steps=5)] * 3
+    options: Any = {"module": NumberedModule() if is_discrete else Middle, "fragment_length": 20, "num_fragments": 1}
+    fragments_in("inline", numbered_envs(3, lengths=(3, 8))[1] if is_discrete else makers, [compared], **options)
+    assert compared.compared == 20
 
 
 class Pair(MultiAgentEnv):

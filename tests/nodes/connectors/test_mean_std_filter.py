@@ -8,12 +8,15 @@ import gymnasium as gym
 import msgpack
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from rollflow import MeanStdFilter, Rollout, SingleAgentEpisode
 from rollflow.nodes import ConnectorPipelineV2, LambdaConnector
+from rollflow.nodes.connectors.env_to_module.observation_pieces import RunningStatistics
 from rollflow.stream import ConnectorError
+from rollflow.stream.data.tree import equal_trees
 
 NESTED = spaces.Dict({"at": spaces.Box(-1e6, 1e6, (2,), np.float64), "kind": spaces.Discrete(3)})
 FLAT = spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -110,6 +113,19 @@ def test_merged_states_are_those_of_a_single_pass(parts: list[Any], data: st.Dat
         np.testing.assert_allclose(merged.mean, rows.mean(0), rtol=1e-9, atol=1e-9 * scale)
     if len(rows) > 1:
         np.testing.assert_allclose(merged.deviation**2, rows.var(0, ddof=1), rtol=1e-9, atol=1e-9 * scale**2)
+
+
+@given(steps=st.lists(st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=3, max_size=3), min_size=1))
+def test_rows_of_a_tensor_that_do_not_count_are_as_if_they_were_not_there(steps: Any) -> None:
+    assume(any(counts for _, counts in steps[0]))  # as after a reset
+    alone, masked = RunningStatistics(1), RunningStatistics(1)
+    for step in steps:
+        rows, counted = np.array([[row] for row, _ in step]), np.array([counts for _, counts in step])
+        made = masked.push_tensors(torch.from_numpy(rows), torch.from_numpy(counted))
+        if counted.any():
+            for mine, theirs in zip(made, alone.push(rows[counted]), strict=True):
+                np.testing.assert_allclose(mine[torch.from_numpy(counted)], theirs, rtol=1e-15)  # torch's square roots
+    assert equal_trees(masked.get_state(), alone.get_state())
 
 
 def test_the_order_of_merging_shows_in_no_digit() -> None:

@@ -9,7 +9,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, strategies as st
 from numbered_module import NumberedEnv
-from piece_forms import MODES, OneByOne, equal
+from piece_forms import MODES, OneByOne, OnTensors, equal
 
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, RLModule, Rollout
 from rollflow.nodes import (
@@ -87,10 +87,8 @@ def write_one_by_one(rl_module: Any, batch: dict[str, Any], episodes: Any) -> An
     return WriteObservationsToEpisodes()(rl_module=rl_module, batch=batch, episodes=episodes)
 
 
-@pytest.mark.parametrize("name", PIECES)
-@given(data=st.data())
-def test_columns_and_episodes_one_by_one_give_the_same(name: str, data: st.DataObject) -> None:
-    options = {
+def options_drawn(name: str, data: st.DataObject) -> dict[str, Any]:
+    return {
         "slots": data.draw(st.integers(1, 4)),
         "mode": data.draw(st.sampled_from(MODES)),
         "nested": name not in FLAT_ALONE and data.draw(st.booleans()),
@@ -98,6 +96,20 @@ def test_columns_and_episodes_one_by_one_give_the_same(name: str, data: st.DataO
         "lookback": data.draw(st.sampled_from([None, 5])),
         "num_fragments": data.draw(st.integers(1, 3)),
     }
+
+
+@pytest.mark.parametrize("name", [name for name in PIECES if len(PIECES[name]()) == 1])
+@given(data=st.data())
+def test_tensors_and_arrays_give_the_same(name: str, data: st.DataObject) -> None:
+    compared = OnTensors(lambda: PIECES[name]()[0], bound=1e-6 if name == "MeanStdFilter" else 0.0)
+    fragments_of([compared], **options_drawn(name, data))
+    assert compared.compared
+
+
+@pytest.mark.parametrize("name", PIECES)
+@given(data=st.data())
+def test_columns_and_episodes_one_by_one_give_the_same(name: str, data: st.DataObject) -> None:
+    options = options_drawn(name, data)
     columnar = fragments_of(PIECES[name](), **options)
     plain = fragments_of(without_last(PIECES[name], name), **options)
     assert len(columnar) == len(plain) == options["num_fragments"]
