@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from rollflow import DatasetSink, DatasetSource
 from rollflow.cli import arguments
-from rollflow.sinks.datasets.dataset_check import check_dataset
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, kind_difference, whole_folder
+from rollflow.sinks.datasets.dataset_source import check_dataset
 from rollflow.sinks.datasets.episode_block import EpisodeSummary, histogram
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError

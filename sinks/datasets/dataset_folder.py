@@ -130,7 +130,7 @@ class DatasetFolder(LockedFolder):
     def _missing(self) -> DatasetError:
         if self.path.is_file():
             return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
-        if theirs := self._theirs():
+        if theirs := self.of_others():
             return theirs
         if (self.path / LOCK).exists():
             return no_steps(self.path)
@@ -155,12 +155,7 @@ class DatasetFolder(LockedFolder):
             raise DatasetError(f"{self.path} is a module's part of the dataset at {self.path.parent.parent}")
         super().lock()
 
-    def check_is_own(self) -> None:
-        """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
-        if not (self.path / DESCRIPTION).exists() and (theirs := self._theirs()):
-            raise theirs
-
-    def _theirs(self) -> DatasetError | None:
+    def of_others(self) -> DatasetError | None:
         """The error for a folder with files of somebody else; None: it has none."""
         for pattern, owner in _OF_OTHERS.items():
             for found in sorted(self.path.glob(pattern)):

@@ -51,7 +51,7 @@ from rollflow.sinks.datasets.fragment_tables import (
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.locked_folder import sync
-from rollflow.stream.data.closing import ClosedOnExit
+from rollflow.stream.data.closing import ClosedOnExit, closing_on_error
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, DatasetError, PolicyError, shown
 from rollflow.stream.data.tree import kind_of, map_tree
@@ -391,8 +391,7 @@ class DatasetSink(ClosedOnExit):
         """Lock the folder, read what is there, and remove what a killed sink has left; the number of the next file."""
         folder = self._folder
         folder.lock()
-        try:
-            folder.check_is_own()
+        with closing_on_error(folder.unlock):
             if (folder.path / DESCRIPTION).exists():
                 self._description = description = folder.read()
                 modules = description.get("modules", {})
@@ -400,10 +399,9 @@ class DatasetSink(ClosedOnExit):
                 self._modules = stored_ids("module", modules.values())
                 parts = {name: folder.module(name) for name in modules} if folder.has_agents else {"": folder}
                 self._kinds = {name: each.read() for name, each in parts.items() if (each.path / DESCRIPTION).exists()}
+            elif theirs := folder.of_others():  # which a sink would take for its own
+                raise theirs
             return max(folder.remove_left(), default=0) + 1
-        except BaseException:
-            folder.unlock()
-            raise
 
     def _runs_of(self, fragment: AnyFragment) -> NDArray[np.int32]:
         """i32[C]: the number of each chunk's run; what no run has yet gets one, with a record in the description.

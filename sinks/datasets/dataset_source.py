@@ -19,7 +19,7 @@ from rollflow.nodes.connectors.common.batches import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.stages.acting import lookback_for, pieces_given
-from rollflow.sinks.datasets.dataset_folder import DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, STEPS, DatasetFolder, no_steps
 from rollflow.sinks.datasets.episode_block import (
     EpisodeBlock,
     EpisodeSummary,
@@ -30,7 +30,7 @@ from rollflow.sinks.datasets.episode_block import (
     windows_of,
 )
 from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
-from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
+from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes, opened, read_chunks
 from rollflow.sinks.datasets.stored_agents import AgentsBlock, EnvEpisodes, StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.trainer.item_maker import check_module
@@ -366,3 +366,41 @@ def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints
             f"episodes are {shown(episodes)}, expected one or more numbers from 0 to {count - 1}, or bool[{count}]"
         )
     return numbers.astype(np.int64)
+
+
+# Checking
+
+
+def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
+    """Each file of steps and what is wrong with it or with its file of episodes; None: nothing.
+
+    Every byte is read, and has its checksum. Raises DatasetError where there is no dataset, where a file is missing,
+    and where no file is there.
+    """
+    description, numbers = folder.read(), folder.check_pairs()
+    if not numbers:
+        raise no_steps(folder.path)
+    has_agents = folder.has_agents
+    for part in [folder.module(name, numbers) for name in description["modules"]] if has_agents else [folder]:
+        for number in part.numbers():
+            yield part.file(STEPS, number), _fault_of(part, number)
+    for number in numbers if has_agents else ():
+        yield folder.file(ENV_EPISODES, number), _fault_of(folder, number, is_last=number == numbers[-1])
+
+
+def _fault_of(folder: DatasetFolder, number: int, *, is_last: bool = False) -> str | None:
+    """What is wrong with the files of a number; None: nothing.
+
+    is_last    whether the episodes of environments are compared with those of all their agents as well
+    """
+    try:
+        for kind in (ENV_EPISODES,) if folder.has_agents else (STEPS, EPISODES):
+            with opened(folder, kind, number) as file:
+                file.read(use_threads=False)
+        if not folder.has_agents:
+            read_chunks(folder, number)
+        elif is_last:
+            EnvEpisodes(folder)
+    except DatasetError as error:
+        return str(error)
+    return None
