@@ -156,7 +156,7 @@ class Chain:
             mark[1] = -1
         now = clock()
         if not meter.counts_itself:
-            _count(meter, mark[0], now)
+            meter.count_work(mark[0], now)
         mark[0] = now
         return outputs
 
@@ -223,7 +223,7 @@ class Chain:
             for output in function() or ():
                 now = clock()
                 mark[1] = -1
-                _count(meter, mark[0], now)
+                meter.count_work(mark[0], now)
                 mark[0] = now
                 yield output
                 mark[0], mark[1] = clock(), number
@@ -232,7 +232,7 @@ class Chain:
             raise
         finally:
             mark[1] = -1
-        _count(meter, mark[0], clock())
+        meter.count_work(mark[0], clock())
 
     def _step(self, name: str) -> Deliver:
         """A function that calls a node with an item, and routes the output on."""
@@ -328,14 +328,6 @@ def _method_of(node: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The `__call__` of an object whose class has one in Python, which takes less time to call; else the node."""
     method: Callable[[Any], Any] = getattr(node, "__call__")  # noqa: B004, B009
     return method if ismethod(method) else node
-
-
-def _count(meter: NodeMeter, began: int, now: int) -> None:
-    """Count a span of a node's work, at calls that are few."""
-    meter.busy_ns += now - began
-    trace = meter.trace
-    if trace is not None:
-        trace.busy(began, now)
 
 
 def _route_two(first: Deliver, second: Deliver) -> Deliver:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from threading import get_ident
-from types import TracebackType
 from typing import Any, Self
 
 from rollflow.stream.data.closing import closing_on_error
@@ -69,9 +68,7 @@ class InlineRun:
                 pass
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def next_outputs(self) -> list[tuple[str, Any]]:

@@ -127,10 +127,14 @@ class NodeMeter:
         """End the count of background work."""
         since, self.works_since = self.works_since, None
         if since is not None:
-            self.busy_ns += now - since
-            trace = self.trace
-            if trace is not None:
-                trace.busy(since, now)
+            self.count_work(since, now)
+
+    def count_work(self, began: int, now: int) -> None:
+        """Count a span of the node's work that is over."""
+        self.busy_ns += now - began
+        trace = self.trace
+        if trace is not None:
+            trace.busy(began, now)
 
     def begin_life(self) -> None:
         """Begin to count the time between waits as busy; a second call changes nothing."""

@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from os import PathLike
 from threading import get_ident
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
@@ -440,10 +439,8 @@ class RunHandle(AbstractAsyncContextManager[Run]):
         self._is_entered = True
         return await self._block.__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return await self._block.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._block.__aexit__(*error)
 
     def __enter__(self) -> NoReturn:
         """Raise GraphError: a graph runs in an event loop."""

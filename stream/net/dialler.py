@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any, TypeAlias
 
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import pause_s
@@ -34,12 +35,8 @@ def dial(target: DialTarget) -> socket.socket:
     *kind, _, address = target
     sock = socket.socket(*kind)
     sock.setblocking(False)
-    try:
-        with suppress(BlockingIOError):
-            sock.connect(address)
-    except OSError:
-        sock.close()
-        raise
+    with closing_on_error(sock.close), suppress(BlockingIOError):
+        sock.connect(address)
     return sock
 
 
@@ -142,7 +139,13 @@ class Dialler:
     def serve(self, fd: int, now: float) -> tuple[socket.socket, Dialled] | None:
         """A connection that has come about by a descriptor that is ready, and its address; None: there is none yet."""
         if fd in self._calling:
-            return self._connected(fd, now)
+            sock, dialled, _ = self._calling[fd]
+            if problem := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._give_up(fd, os.strerror(problem), now)
+                return None
+            self._poll.unregister(fd)
+            del self._calling[fd]
+            return sock, dialled
         assert self._answered is not None
         self._answered.silence()
         while not self._answers.empty():  # of which nobody else takes any
@@ -188,16 +191,6 @@ class Dialler:
             return
         self._calling[sock.fileno()] = sock, dialled, now + backoff.times.reach_s
         self._poll.register(sock.fileno(), select.POLLOUT)
-
-    def _connected(self, fd: int, now: float) -> tuple[socket.socket, Dialled] | None:
-        sock, dialled, _ = self._calling[fd]
-        problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if problem:
-            self._give_up(fd, os.strerror(problem), now)
-            return None
-        self._poll.unregister(fd)
-        del self._calling[fd]
-        return sock, dialled
 
     def _give_up(self, fd: int, reason: str, now: float) -> None:
         sock, dialled, _ = self._calling.pop(fd)

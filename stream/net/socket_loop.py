@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollflow.stream import wire
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
@@ -355,13 +356,12 @@ class SocketLoop(Generic[P]):
             return
         except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
             logger.warning("a connection can't be taken: %s", error)
+            with suppress(OSError):  # where its owner has closed it, an epoll has forgotten it already
+                self._poll.unregister(fd)
             if self._listened[fd].fileno() >= 0:
-                self._poll.unregister(fd)
                 self._paused[fd] = now + _PAUSE_S
-                return
-            self._accepting.remove(fd)  # its owner has closed it
-            with suppress(OSError):  # an epoll has forgotten it already
-                self._poll.unregister(fd)
+            else:
+                self._accepting.remove(fd)
             return
         with self.lock:
             strangers = self._in_handshake()
@@ -375,7 +375,7 @@ class SocketLoop(Generic[P]):
 
     def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
         """Add a peer with a connection of the handler's by a socket, which is closed where making them raises."""
-        try:
+        with closing_on_error(sock.close):
             connection = self._handler.connection(now)
             transport: Transport
             if self._tls is None:
@@ -384,9 +384,6 @@ class SocketLoop(Generic[P]):
                 address = None if dialled is None else dialled.address
                 transport = TlsTransport(sock, connection, self._tls, dialled=address)
             peer: Any = self._peer(transport, connection, where, dialled=dialled)
-        except BaseException:
-            sock.close()
-            raise
         self.add(peer)
 
     def _in_handshake(self) -> list[P]:

@@ -146,14 +146,14 @@ def way_from(party: str, waits: Mapping[str, Wait]) -> Way | None:
     return max(ended or ways, key=lambda way: (way.blocker.kind != "waits", way.blocker.age_s))
 
 
-def _ways(path: Sequence[str], waits: Mapping[str, Wait], most: int = 64) -> Iterator[Way]:
+def _ways(path: Sequence[str], waits: Mapping[str, Wait]) -> Iterator[Way]:
     wait = waits.get(path[-1])
     if wait is None:
         return
     known = [each for each in wait.on if each in waits]
     if not known:
         yield Way(tuple(waits[each] for each in path))
-    for each in known[:most]:
+    for each in known[:64]:  # whose ways may be many
         if each in path:
             yield Way(tuple(waits[name] for name in path[path.index(each) :]), is_closed=True)
         else:
