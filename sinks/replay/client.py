@@ -18,7 +18,6 @@ from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch
-from rollflow.sinks.replay.sampled_steps import detached
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
 from rollflow.stream import wire
@@ -86,7 +85,7 @@ class ReplayClient(ClosedOnExit):
         values       f[B]    such as TD errors
         module_id    of several agents: the module whose batch it was
         """
-        arrays = {"ids": as_array(ids).astype(np.int64), "values": detached(values)}
+        arrays = {"ids": as_array(ids).astype(np.int64), "values": as_array(values)}
         self._link.ask(self.timeout, "update_priorities", {"module_id": module_id}, arrays)
 
     def publish(self, weights: Mapping[str, Any]) -> int:

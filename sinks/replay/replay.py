@@ -32,7 +32,7 @@ from rollflow.sinks.replay.pieces import check_order
 from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
-from rollflow.sinks.replay.sampled_steps import check_size, detached
+from rollflow.sinks.replay.sampled_steps import check_size
 from rollflow.sinks.replay.samplers import Sampler, Sequences, Uniform
 from rollflow.stream.data.errors import ReplayError, shown
 from rollflow.stream.fragments.fragment import Fragment
@@ -291,7 +291,7 @@ class Replay:
 
         Steps that have gone meanwhile are passed over. Raises ReplayError for a sampler without priorities.
         """
-        numbers, magnitudes = as_array(ids).astype(np.int64), detached(values)
+        numbers, magnitudes = as_array(ids).astype(np.int64), as_array(values)
         if numbers.shape != magnitudes.shape or numbers.ndim != 1:
             shapes = f"ids are {list(numbers.shape)} and values {list(magnitudes.shape)}"
             raise ReplayError(f"update_priorities: {shapes}, expected one value for each row of a batch")

@@ -46,7 +46,8 @@ class RowGoals(NamedTuple):
 
     def _computed(self, name: str, achieved: NDArray[Any], dtype: Any) -> NDArray[Any]:
         """What a function of the piece gives for the rows, `dtype` [K]. Raises ReplayError for anything else."""
-        values, rows = detached(getattr(self.piece, name)(achieved, self.goals.copy(), {})), len(self.chosen)
+        values: NDArray[Any] = as_array(getattr(self.piece, name)(achieved, self.goals.copy(), {}))
+        rows = len(self.chosen)
         if values.shape != (rows,) and not (rows == 1 and values.ndim == 0):
             raise ReplayError(
                 f"{self.piece.name}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
@@ -189,8 +190,3 @@ def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:
     size = sum(getattr(leaf, "nbytes", 0) for tree in batch.values() for leaf in leaves_of(tree))
     if size > max_bytes:
         raise ReplayError(f"the batch has {size:,} bytes, expected at most {max_bytes:,}: ask for fewer rows")
-
-
-def detached(values: Any) -> NDArray[Any]:
-    """A tensor's values, or an array's or a list's, as an array any[...]."""
-    return np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))

@@ -5,7 +5,7 @@ A batch of several modules is module id -> train batch. Their weights go as thos
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
@@ -147,12 +147,9 @@ def parted_weights(weights: Mapping[str, Any], ids: Iterable[str]) -> dict[str, 
     return parted
 
 
-def batches_in(batch: Batch, *, is_by_module: bool) -> Iterator[Batch]:
+def batches_in(batch: Batch, *, is_by_module: bool) -> Iterable[Batch]:
     """The train batches that a batch is made of."""
-    if is_by_module:
-        yield from batch.values()
-    else:
-        yield batch
+    return batch.values() if is_by_module else [batch]
 
 
 def oldest_version(batches: Iterable[Batch]) -> int | None:

@@ -274,7 +274,7 @@ class TrainerSink:
 
     async def wait_goodbye(self) -> str | None:
         """Wait until a trainer has left, and return its reason; None if the sink has ended before."""
-        while not self._has_left() and not self._is_over:
+        while self.goodbye is None and not self._is_over:
             await self._changed.wait()
         return self.goodbye
 
@@ -413,7 +413,7 @@ class TrainerSink:
         self._has_ended = True
         self._uplink.finish()
         with anyio.move_on_after(self.linger), items.blocked_by(self._trainer_name):
-            await self._wait_until(lambda: self._is_done_with_all() or self._has_left())
+            await self._wait_until(lambda: self._is_done_with_all() or self.goodbye is not None)
 
     def _is_done_with_all(self) -> bool:
         """True if the trainer is done with all fragments, and has acknowledged them where it has a rollout stay."""
@@ -448,7 +448,7 @@ class TrainerSink:
     async def _run_watch(self, watch: Callable[[], Awaitable[object]]) -> None:
         """Raise what `watch` raises; if it returns, wait for the trainer's last messages."""
         await watch()
-        while self.has_trainer and not self._has_left():
+        while self.has_trainer and self.goodbye is None:
             await self._changed.wait()
         self._trainer_has_ended = True
         self._uplink.bell.ring()
@@ -475,10 +475,6 @@ class TrainerSink:
             text = "the run is drained, and what it has made waits for %s, as long as it takes: %s; leave the run, or "
             logger.warning(text + "press Ctrl-C again, to give it up", self._trainer_name, reason)
         return False
-
-    def _has_left(self) -> bool:
-        """True if there is no trainer to wait for."""
-        return self.goodbye is not None
 
     def _send(self, item: AnyFragment | Batch) -> None:
         number, is_fragment = self._session.given + 1, isinstance(item, AnyFragment)
