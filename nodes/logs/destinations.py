@@ -18,16 +18,7 @@ from threading import get_ident
 from typing import Any, Protocol, TextIO, get_args
 from urllib.parse import urlsplit
 
-from rollflow.nodes.logs.figures import (
-    GLOBAL_STEP,
-    PLACE,
-    Axis,
-    Figure,
-    Row,
-    RowLost,
-    busiest_stage,
-    labelled,
-)
+from rollflow.nodes.logs.figures import GLOBAL_STEP, PLACE, Axis, Figure, Row, RowLost, busiest_stage, labelled
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.data.system import lock_file, require_packages, unlock_file
 from rollflow.stream.graph.report import duration_text

@@ -492,13 +492,7 @@ class WatchedPolicy:
     """
 
     def __init__(
-        self,
-        shelf: Shelf,
-        name: str,
-        path: str | os.PathLike[str],
-        *,
-        allow: Collection[str] = (),
-        device: Any = None,
+        self, shelf: Shelf, name: str, path: str | os.PathLike[str], *, allow: Collection[str] = (), device: Any = None
     ) -> None:
         self._shelf, self._name, self._path = shelf, name, Path(path)
         if not self._path.exists():

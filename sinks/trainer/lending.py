@@ -250,10 +250,7 @@ class FragmentBorrower:
             raise WireError(f"block {number}, expected a new one, of at most {_MOST_BLOCKS}", "memory")
         has = os.fstat(descriptor.fd).st_size
         if has < size or not never_shrinks(descriptor.fd):
-            raise WireError(
-                f"block {number} of {size} bytes: its file has {has}, expected as many for good",
-                "memory",
-            )
+            raise WireError(f"block {number} of {size} bytes: its file has {has}, expected as many for good", "memory")
         block = self._blocks[number] = SharedBlock(size, descriptor.taken())
         block.close()
 

@@ -55,11 +55,7 @@ def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayo
 
 
 def message_of_batch(
-    number: int,
-    batch: Batch,
-    *,
-    modules: Collection[str] | None = None,
-    episodes: Mapping[str, Any] | None = None,
+    number: int, batch: Batch, *, modules: Collection[str] | None = None, episodes: Mapping[str, Any] | None = None
 ) -> wire.Fragment:
     """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
 

@@ -115,8 +115,7 @@ class StalenessBound:
         ahead = self.ahead
         if source.rollout.sends_batches and self._batches is None:
             raise WireError(
-                "this rollout sends train batches, and the trainer has yields='fragments': expected fragments",
-                "role",
+                "this rollout sends train batches, and the trainer has yields='fragments': expected fragments", "role"
             )
         if ahead is None:
             count = 1 if self._batches is None else self._batches.fragments

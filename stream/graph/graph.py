@@ -285,11 +285,7 @@ class Graph:
         return graph_picture(shape(self), f"graph {self.name}")
 
     def run(
-        self,
-        *,
-        stall_after: float | None = 5.0,
-        on_stall: OnStall = "log",
-        trace: str | PathLike[str] | None = None,
+        self, *, stall_after: float | None = 5.0, on_stall: OnStall = "log", trace: str | PathLike[str] | None = None
     ) -> RunHandle:
         """`async with graph.run() as run:` checks the graph and runs it until the block is left.
 

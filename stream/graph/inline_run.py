@@ -32,13 +32,7 @@ class InlineRun:
     A context manager, which closes the nodes at its end. Raises GraphError for a graph that needs an event loop.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        mark: CallMark | None = None,
-        *,
-        is_answering: bool = False,
-    ) -> None:
+    def __init__(self, graph: Graph, mark: CallMark | None = None, *, is_answering: bool = False) -> None:
         graph.validate()
         if not can_run_inline(graph):
             raise GraphError(

@@ -85,10 +85,7 @@ class Tracing:
         _hang_up(asker)
 
     def _begin(
-        self,
-        file: BinaryIO,
-        goes_on: Callable[[], bool] | None = None,
-        asker: socket.socket | None = None,
+        self, file: BinaryIO, goes_on: Callable[[], bool] | None = None, asker: socket.socket | None = None
     ) -> None:
         graph, end = self._counters.graph, weakref.WeakMethod(self.end)
         self._file = file

@@ -181,12 +181,7 @@ class TlsTransport(Transport):
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        connection: Connection,
-        context: ssl.SSLContext,
-        *,
-        dialled: Address | None,
+        self, sock: socket.socket, connection: Connection, context: ssl.SSLContext, *, dialled: Address | None
     ) -> None:
         super().__init__(sock, connection)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -1,13 +1,6 @@
 """The protocol, without I/O: between a gateway and hosts of environments or rollouts, and a trainer and sources."""
 
-from rollflow.stream.wire.address import (
-    Address,
-    SharedAddress,
-    TcpAddress,
-    UnixAddress,
-    check_secret,
-    parse_address,
-)
+from rollflow.stream.wire.address import Address, SharedAddress, TcpAddress, UnixAddress, check_secret, parse_address
 from rollflow.stream.wire.codec.frame import FrameDecoder
 from rollflow.stream.wire.codec.handshake import (
     NONCE_BYTES,
@@ -54,12 +47,7 @@ from rollflow.stream.wire.codec.messages import (
 from rollflow.stream.wire.codec.rows import AgentForm
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
-from rollflow.stream.wire.queries import (
-    ClientSession,
-    ReplayConnection,
-    SamplerConnection,
-    ServerSession,
-)
+from rollflow.stream.wire.queries import ClientSession, ReplayConnection, SamplerConnection, ServerSession
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
 
