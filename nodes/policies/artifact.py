@@ -23,6 +23,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, LambdaCon
 from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.policy_weights import Arrays as WeightArrays, from_arrays, to_arrays
+from rollflow.nodes.policies import part_records
 from rollflow.nodes.policies.artifact_files import (
     CARD,
     PROGRAM_ARRAYS,
@@ -34,19 +35,6 @@ from rollflow.nodes.policies.artifact_files import (
     manifest_bytes,
 )
 from rollflow.nodes.policies.onnx_policy import difference
-from rollflow.nodes.policies.part_records import (
-    MODULE_FIELDS,
-    array_names,
-    check_fields,
-    from_plain,
-    is_known,
-    module_of,
-    piece_of,
-    record_of_module,
-    record_of_piece,
-    set_states,
-    to_plain,
-)
 from rollflow.nodes.policies.program import Origin, ProgramModule, programs_of
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
@@ -141,20 +129,20 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
     """
     arrays: Arrays = {}
     weights = to_arrays(policy.module.state_dict())
-    pipelines = {name: record_of_piece(getattr(policy, name), name, arrays) for name in _PIPELINES}
+    pipelines = {name: part_records.record_of_piece(getattr(policy, name), name, arrays) for name in _PIPELINES}
     content: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
         "computed_by": examples.computed_by,
-        "trained_on": to_plain(policy.trained_on, "trained_on", arrays),
+        "trained_on": part_records.to_plain(policy.trained_on, "trained_on", arrays),
         "explore": policy.explore,
         "observation_space": described(policy.observation_space),
         "action_space": described(policy.action_space),
         "module": _module_record(policy.module, arrays, has_program=PROGRAMS in others),
         "weights": {
             "dtypes": dict(sorted(weights.dtypes.items())),
-            "others": to_plain(weights.others, "weights", arrays),
+            "others": part_records.to_plain(weights.others, "weights", arrays),
         },
         **pipelines,
     }
@@ -179,21 +167,21 @@ def parts_of(
     Raises PolicyError for anything that does not fit, with its place.
     """
     _check_format(manifest)
-    check_fields(manifest, _FIELDS, "policy.json")
+    part_records.check_fields(manifest, _FIELDS, "policy.json")
     states = arrays_of(files["state.safetensors"], "state.safetensors")
     examples = arrays_of(files["examples.safetensors"], "examples.safetensors")
     spaces = {name: space_of(manifest[name], name) for name in ("observation_space", "action_space")}
     pipelines = {name: _pipeline(manifest[name], name, list(spaces.values()), states, allow) for name in _PIPELINES}
     weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
     record = manifest["module"]
-    check_fields(record, MODULE_FIELDS, "module")
-    is_there = record["config"] is not None and is_known("module", record["name"], allow)
+    part_records.check_fields(record, part_records.MODULE_FIELDS, "module")
+    is_there = record["config"] is not None and part_records.is_known("module", record["name"], allow)
     if as_program or (PROGRAMS in files and not is_there):
         module = _program_module(record, files, weights, states)
     else:
-        module, initial = module_of(record, weights, "module", states, allow)
+        module, initial = part_records.module_of(record, weights, "module", states, allow)
         _check_initial(module, initial)
-    trained_on = from_plain(manifest["trained_on"], "trained_on", states, allow)
+    trained_on = part_records.from_plain(manifest["trained_on"], "trained_on", states, allow)
     if states:
         raise PolicyError(f"state.safetensors has arrays that nothing uses: {sorted(states)}; expected none")
     if not isinstance(manifest["explore"], bool) or not isinstance(trained_on, dict):
@@ -229,18 +217,18 @@ def _cpu() -> str:
 
 
 def _pipeline(record: Any, name: str, spaces: list[gym.Space[Any]], states: Arrays, allow: Collection[str]) -> Any:
-    piece, inner = piece_of(record, name, states, allow)
+    piece, inner = part_records.piece_of(record, name, states, allow)
     if not isinstance(piece, ConnectorPipelineV2):
         raise PolicyError(f"{name} is a {type(piece).__name__}, expected a pipeline")
     if piece.input_observation_space is None or piece.input_action_space is None:
         piece.set_input_spaces(*spaces)
-    set_states(inner, name)
+    part_records.set_states(inner, name)
     return piece
 
 
 def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str]) -> dict[str, Any]:
-    check_fields(record, {"dtypes", "others"}, "weights")
-    others = from_plain(record["others"], "weights", states, allow)
+    part_records.check_fields(record, {"dtypes", "others"}, "weights")
+    others = part_records.from_plain(record["others"], "weights", states, allow)
     dtypes = record["dtypes"]
     if not isinstance(dtypes, dict) or not isinstance(others, dict) or set(dtypes) - set(tensors):
         raise PolicyError(f"weights: dtypes and others are not as expected; there are tensors {sorted(tensors)[:8]}")
@@ -249,7 +237,7 @@ def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str
 
 def _module_record(module: Any, arrays: Arrays, *, has_program: bool) -> dict[str, Any]:
     if not isinstance(module, ProgramModule):
-        return record_of_module(module, "module", arrays, has_program=has_program)
+        return part_records.record_of_module(module, "module", arrays, has_program=has_program)
     arrays |= module.origin.arrays
     return module.origin.record
 
@@ -259,9 +247,9 @@ def _program_module(
 ) -> ProgramModule:
     if PROGRAMS not in files or PROGRAM_ARRAYS not in files:
         raise PolicyError(f"the policy has no program, expected {PROGRAMS} and {PROGRAM_ARRAYS}")
-    named = array_names([record["config"], record["initial_state"]])
+    named = part_records.array_names([record["config"], record["initial_state"]])
     own = {name: states.pop(name) for name in named if name in states}
-    initial = from_plain(record["initial_state"], "module/initial_state", dict(own))
+    initial = part_records.from_plain(record["initial_state"], "module/initial_state", dict(own))
     return ProgramModule(
         json_of(files[PROGRAMS], PROGRAMS),
         weights,

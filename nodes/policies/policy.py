@@ -21,28 +21,8 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.nodes.modules.given_module import RandomModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.rl_module import is_stateful
-from rollflow.nodes.policies.artifact import (
-    Arrays,
-    Examples,
-    Parts,
-    check_same,
-    computed_by,
-    drawn_inputs,
-    files_of,
-    observations_at,
-    parts_of,
-    program_files,
-    traced,
-)
-from rollflow.nodes.policies.artifact_files import (
-    ONNX,
-    check_target,
-    folder_of,
-    read_files,
-    read_manifest,
-    write_file,
-    write_files,
-)
+from rollflow.nodes.policies import artifact, artifact_files
+from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION, rewards_of
 from rollflow.nodes.policies.part_records import classes_of
 from rollflow.nodes.policies.program import ProgramModule
@@ -419,7 +399,7 @@ class Policy:
         self.explore = explore
         self.trained_on: dict[str, Any] = {}
         self.outputs: Batch = {}
-        self._examples = Examples()
+        self._examples = artifact.Examples()
         before = pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=False)
         seen = before.observation_space or spaces[0], before.action_space or spaces[1]
         self.module = acting_copy(module_for(module, None, *seen), device)
@@ -576,20 +556,20 @@ class Policy:
 
     def _files(self, path: Path, *, program: bool, onnx: bool) -> dict[str, bytes]:
         """Name -> contents of the files that `save` writes to a path, read back."""
-        check_target(path)
+        artifact_files.check_target(path)
         self._weights.load_into(self.module)
-        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
+        inputs = self._examples.inputs or artifact.drawn_inputs(self.observation_space)
         is_program = isinstance(self.module, ProgramModule)
-        others = program_files(self.module, self._example_batch(inputs)) if program or is_program else {}
+        others = artifact.program_files(self.module, self._example_batch(inputs)) if program or is_program else {}
         examples = self._tried(inputs)
         if onnx:
             from rollflow.nodes.policies.onnx_export import onnx_bytes
 
-            others[ONNX] = onnx_bytes(self, {**examples.inputs, **examples.computed})
-        files = files_of(self, examples, others)
-        manifest, arrays = read_manifest(files)
+            others[artifact_files.ONNX] = onnx_bytes(self, {**examples.inputs, **examples.computed})
+        files = artifact.files_of(self, examples, others)
+        manifest, arrays = artifact_files.read_manifest(files)
         for as_program in {is_program, is_program or program}:
-            parts = parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
+            parts = artifact.parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
             type(self)._loaded(parts, device_of(self.module), self.explore)
         return files
 
@@ -603,8 +583,8 @@ class Policy:
         from rollflow.nodes.policies.onnx_export import onnx_bytes
 
         self._weights.load_into(self.module)
-        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
-        write_file(Path(path), onnx_bytes(self, {**inputs, **self._traced(inputs, self.explore)}))
+        inputs = self._examples.inputs or artifact.drawn_inputs(self.observation_space)
+        artifact_files.write_file(Path(path), onnx_bytes(self, {**inputs, **self._traced(inputs, self.explore)}))
 
     @classmethod
     def load(
@@ -629,44 +609,44 @@ class Policy:
         """
         if isinstance(allow, str):
             raise PolicyError(f"allow is {allow!r}, expected a list of packages: allow=[{allow!r}]")
-        manifest, files = read_files(Path(path))
+        manifest, files = artifact_files.read_files(Path(path))
         with refused(f"no policy can be made of {path}"):
-            parts = parts_of(manifest, files, allow)
+            parts = artifact.parts_of(manifest, files, allow)
             explores = parts.explore if explore is None else explore
             policy = cls._loaded(parts, device, explores, learns=learns, seed=seed)
         return policy
 
     @classmethod
-    def _loaded(cls, parts: Parts, device: Any, explore: bool, **options: Any) -> Self:
+    def _loaded(cls, parts: artifact.Parts, device: Any, explore: bool, **options: Any) -> Self:
         policy = cls(**parts.arguments, explore=explore, device=device, **options)
         policy.trained_on, policy._examples = parts.trained_on, parts.examples
         if isinstance(policy.module, ProgramModule):
             policy.module.check(policy._example_batch(parts.examples.inputs))
-        exact = computed_by(policy.module) == parts.examples.computed_by
+        exact = artifact.computed_by(policy.module) == parts.examples.computed_by
         sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
         computed = policy._traced(parts.examples.inputs, parts.explore)
-        check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
+        artifact.check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
         return policy
 
-    def _tried(self, inputs: Arrays) -> Examples:
+    def _tried(self, inputs: artifact.Arrays) -> artifact.Examples:
         """The examples to be saved; a program keeps those of its class, which differ by rounding at most."""
         computed = self._traced(inputs, self.explore)
         if isinstance(self.module, ProgramModule):
             with suppress(PolicyError):
-                check_same(self._examples.computed, computed, exact=False)
+                artifact.check_same(self._examples.computed, computed, exact=False)
                 return self._examples
-        return Examples(inputs, computed, computed_by(self.module))
+        return artifact.Examples(inputs, computed, artifact.computed_by(self.module))
 
-    def _traced(self, inputs: Arrays, explore: bool) -> Arrays:
+    def _traced(self, inputs: artifact.Arrays, explore: bool) -> artifact.Arrays:
         """All that each part makes of the examples."""
         make = partial(self._copy, explore=explore, seed=0)
-        return traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
+        return artifact.traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
 
-    def _example_batch(self, inputs: Arrays) -> Batch:
+    def _example_batch(self, inputs: artifact.Arrays) -> Batch:
         """The batch that the module gets of the examples' first observations."""
         actor = self._copy(self.env_to_module, self.module_to_env, self.explore, 0)
         lane = actor._sessions.lane(tuple(range(inputs["inputs/rewards"].shape[1])))
-        observations = lane.checked(observations_at(self.observation_space, inputs, 0))
+        observations = lane.checked(artifact.observations_at(self.observation_space, inputs, 0))
         lane.take_observations(observations, inputs["inputs/rewards"][0], None)
         lane.prepare(lane)
         batch: Batch = lane.batch
@@ -761,7 +741,7 @@ def save_all(policies: Mapping[Path, Policy], *, program: bool = False, onnx: bo
     """Write policies to their paths, as `Policy.save` does; nothing is written where one of them can't be saved."""
     made = {path: policy._files(path, program=program, onnx=onnx) for path, policy in policies.items()}
     for path, files in made.items():
-        write_files(path, files)
+        artifact_files.write_files(path, files)
 
 
 def policy_now(

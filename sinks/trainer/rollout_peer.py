@@ -7,23 +7,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
+from rollflow.sinks.trainer import messages
 from rollflow.sinks.trainer.lending import FragmentBorrower
-from rollflow.sinks.trainer.messages import (
-    NO_EPISODES,
-    UNKNOWN,
-    AnyFragment,
-    Batch,
-    FinishedEpisodes,
-    RolloutDescription,
-    acting_versions,
-    batch_of_message,
-    batches_in,
-    is_batch,
-    is_by_module,
-    layout_told,
-    newest_version,
-    told_of_batch,
-)
+from rollflow.sinks.trainer.messages import AnyFragment, Batch, FinishedEpisodes, RolloutDescription
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.fragments.fragment import FragmentLayout
@@ -58,7 +44,7 @@ class ArrivedItem(NamedTuple):
     item: AnyFragment | Batch
     policy_version: int | None
     batch_steps: int = 0
-    finished: FinishedEpisodes = NO_EPISODES
+    finished: FinishedEpisodes = messages.NO_EPISODES
 
     @property
     def lane(self) -> int:
@@ -86,8 +72,8 @@ class ArrivedItem(NamedTuple):
     def newest_version(self) -> int | None:
         """The newest policy version that an action of several agents was computed with; None: nobody knows."""
         if isinstance(self.item, MultiAgentFragment):
-            return acting_versions(self.item, self.source.rollout.published)[1]
-        return newest_version(batches_in(self.batch, is_by_module=True))
+            return messages.acting_versions(self.item, self.source.rollout.published)[1]
+        return messages.newest_version(messages.batches_in(self.batch, is_by_module=True))
 
     @property
     def num_steps(self) -> int:
@@ -163,7 +149,7 @@ class RolloutPeer:
     called: str = "?"  # the name that it gives itself
     name: str = "?"  # that name, and where it is
     sends_nothing: bool = False  # it takes weights alone, as a follower
-    rollout: RolloutDescription = UNKNOWN
+    rollout: RolloutDescription = messages.UNKNOWN
 
     lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
@@ -266,7 +252,7 @@ class RolloutPeer:
 
     def read(self, message: wire.Fragment) -> ArrivedItem:
         """The item of a message. Raises WireError if it is no item for a trainer."""
-        if is_batch(message) != self.rollout.sends_batches:
+        if messages.is_batch(message) != self.rollout.sends_batches:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
         try:
             return self._read_batch(message) if self.rollout.sends_batches else self._read_fragment(message)
@@ -277,20 +263,21 @@ class RolloutPeer:
         if (message.rest.get("by_module") is True) != self.rollout.is_by_module:
             raise WireError("a train batch of one module among others, or the other way round", "fragment")
         finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=self.rollout.is_by_module)
-        oldest, steps = told_of_batch(message)
-        if self.rollout.is_by_module and not is_by_module(message.columns):
+        oldest, steps = messages.told_of_batch(message)
+        if self.rollout.is_by_module and not messages.is_by_module(message.columns):
             raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
-        return ArrivedItem(self, message.number, batch_of_message(message), oldest, steps, finished)
+        return ArrivedItem(self, message.number, messages.batch_of_message(message), oldest, steps, finished)
 
     def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
         self._check_lane(message)
         if self.rollout.is_by_module:
             of_agents = agents_of_message(message, self.rollout.parts)
-            oldest, _ = acting_versions(of_agents, self.rollout.published)
+            oldest, _ = messages.acting_versions(of_agents, self.rollout.published)
             finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=True)
             return ArrivedItem(self, message.number, of_agents, oldest, 0, finished)
         spaces = self.rollout.parts[0]
-        layout = layout_told(message.rest.get("layout"), spaces.part.recorded_space, self._layouts.get(message.lane))
+        entries, before = message.rest.get("layout"), self._layouts.get(message.lane)
+        layout = messages.layout_told(entries, spaces.part.recorded_space, before)
         if message.lane in self.lanes:
             self._layouts[message.lane] = layout
         fragment = fragment_of(message, layout, spaces.seen)

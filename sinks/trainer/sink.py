@@ -19,21 +19,9 @@ from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
+from rollflow.sinks.trainer import messages
 from rollflow.sinks.trainer.lending import FragmentLender
-from rollflow.sinks.trainer.messages import (
-    HAS_ENDED,
-    MOST_MODULES,
-    AnyFragment,
-    Batch,
-    RolloutDescription,
-    finished_since,
-    joined_weights,
-    message_of_batch,
-    message_of_fragment,
-    nbytes_of,
-    parted_weights,
-    parts_of,
-)
+from rollflow.sinks.trainer.messages import AnyFragment, Batch
 from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream import wire
@@ -81,7 +69,8 @@ class BatchObserver:
         """Take the episodes that have finished since the last call, as they go over the wire; None: there are none."""
         returns = self._returns
         by_module = returns.by_module if isinstance(returns, AgentReturns) else {}
-        ids = islice([each for each in by_module if self._untold(each)], MOST_MODULES)  # others come with the next
+        untold = [each for each in by_module if self._untold(each)]
+        ids = islice(untold, messages.MOST_MODULES)  # others come with the next
         parts = {each: self._taken(by_module[each]) for each in ids}
         finished = self._taken(returns)
         if parts:
@@ -89,7 +78,7 @@ class BatchObserver:
         return finished if finished["count"] or parts else None
 
     def _taken(self, returns: Any) -> dict[str, Any]:
-        finished = finished_since(returns, self._told.get(returns, 0))
+        finished = messages.finished_since(returns, self._told.get(returns, 0))
         self._told[returns] = returns.count
         return finished
 
@@ -270,7 +259,7 @@ class TrainerSink:
     @property
     def goodbye(self) -> str | None:
         """Reason that the trainer gave when it left; None: it has not, or there is another one."""
-        return self._uplink.goodbye or (HAS_ENDED if self._trainer_has_ended else None)
+        return self._uplink.goodbye or (messages.HAS_ENDED if self._trainer_has_ended else None)
 
     async def wait_goodbye(self) -> str | None:
         """Wait until a trainer has left, and return its reason; None if the sink has ended before."""
@@ -356,15 +345,15 @@ class TrainerSink:
             slots = tuple(slots[lane] for lane in lanes) or slots[:1]
         ids = self._ids or ()
         if isinstance(rollout, MultiAgentRollout):
-            weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
+            weights = messages.joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
             to_train = rollout.learner.to_train
         else:
             weights, to_train = rollout.module.state_dict(), None
         # Of several trainers, one might have a lane that comes in another round than the others.
         is_common = environments.has_fixed_lanes or self._sends == "batches" or len(_sinks[rollout]) == 1
-        description = RolloutDescription(
+        description = messages.RolloutDescription(
             sends=self._sends,
-            parts=parts_of(rollout),
+            parts=messages.parts_of(rollout),
             weights=shapes_of(weights),
             has_fixed_lanes=environments.has_fixed_lanes,
             is_stateful=isinstance(rollout, Rollout) and is_stateful(rollout.module),
@@ -394,13 +383,13 @@ class TrainerSink:
         Raises ModuleError where they are not those of its module, or of modules `_ids` where it has several.
         """
         if isinstance(self._rollout, MultiAgentRollout):
-            weights = parted_weights(weights, self._ids or ())
+            weights = messages.parted_weights(weights, self._ids or ())
         return self._rollout.publish_as(version, weights)
 
     @cached_property
     def _spaces(self) -> Sequence[Any]:
         """Spaces that observations may be in; once the rollout runs, its pipelines stay as they are."""
-        parts = parts_of(self._rollout)
+        parts = messages.parts_of(self._rollout)
         return parts if isinstance(self._rollout, MultiAgentRollout) else parts[0].seen
 
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
@@ -484,11 +473,11 @@ class TrainerSink:
             message, steps = self._message_of(number, item), item.num_steps
             self._gate.give(item.lane, item.sequence)
         else:
-            message = message_of_batch(number, item, modules=self._ids, episodes=self._seen.take_episodes())
+            message = messages.message_of_batch(number, item, modules=self._ids, episodes=self._seen.take_episodes())
             steps = int(message.rest["steps"])
         if self._lender is not None:
             self._lender.look_at(message)
-        self._buffer.add(message, nbytes_of(message), steps, [*origins_of(item, self._makers)])
+        self._buffer.add(message, messages.nbytes_of(message), steps, [*origins_of(item, self._makers)])
         self._session.given = number
         self._uplink.wake()
         self._gate.look_again()  # since the trainer may be what lanes wait for now
@@ -498,7 +487,7 @@ class TrainerSink:
         if isinstance(fragment, MultiAgentFragment):
             self._seen(fragment)
             return message_of(number, fragment, self._spaces, {"episodes": self._seen.take_episodes()})
-        return message_of_fragment(number, fragment, self._spaces)
+        return messages.message_of_fragment(number, fragment, self._spaces)
 
 
 def _claimed_ids(rollout: MultiAgentRollout) -> tuple[str, ...]:
