@@ -36,30 +36,30 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/env/workers": (1818, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
-    "nodes/logs": (737, 13),
+    "nodes/logs": (728, 13),
     "nodes/metrics": (592, 11),
     "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
     "nodes/offloaded": (1918, 36),  # rows after which slots end
-    "nodes/policies": (2630, 17),  # an evaluation refuses what a rollout refuses
+    "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1574, 21),
     "nodes/stages": (2015, 26),  # rewards that are not finite refused, by rows where slots end apart
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
-    "policy/serving": (893, 21),
+    "policy/serving": (887, 21),
     "rollflow": (102, 0),
     "sinks": (92, 1),  # the locked folder of replays and datasets
-    "sinks/datasets": (1977, 25),
+    "sinks/datasets": (1915, 23),
     "sinks/learner": (87, 4),
-    "sinks/replay": (2226, 32),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2863, 31),
+    "sinks/replay": (2224, 32),  # clients of a host bounded; a task that waits for a replay is woken
+    "sinks/trainer": (2826, 31),
     "stream": (64, 0),
     "stream/data": (1392, 35),  # closing, columns of dicts, packages that are missing, callers warned
     "stream/episodes": (1679, 13),
     "stream/fragments": (1537, 24),  # infos of several agents; lanes of which some slots are ready
-    "stream/graph": (2642, 40),  # tasks that read several outputs; bound calls of nodes
+    "stream/graph": (2620, 40),  # tasks that read several outputs; bound calls of nodes
     "stream/multi_agent": (1381, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
-    "stream/net": (857, 12),  # an end's address, secret and TLS checked once
+    "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
-    "stream/wire": (1077, 24),
+    "stream/wire": (1065, 24),
     "stream/wire/codec": (1191, 39),
 }
 PUBLIC_NAMES = {
