@@ -20,6 +20,7 @@ PROGRAMS = (
     "cartpole",
     "overhead",
     "sources",
+    "on_device",
     "seeing",
     "pixels",
     "two_cores",

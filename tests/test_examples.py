@@ -53,6 +53,7 @@ RETURN = r"mean return [^\n]*\n"
 LEARNS = {
     "cartpole": Learns(475, RETURN, {}),  # what README says; one line: this is no terminal
     "one_hot_frozen_lake": Learns(1, "reached the goal in 100% .*", {"UPDATES": 30}),
+    "on_device": Learns(150, RETURN, {"TARGET_RETURN": 150.0}),
     "last_reward": Learns(0.95, "did what the last reward called for in .*", {}),
     # Who sees one observation alone gets to about 45, and so does who remembers nothing.
     "stack_observations": Learns(65, RETURN, {"TARGET_RETURN": 65.0}),

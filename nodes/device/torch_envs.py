@@ -171,7 +171,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
                 self.env.seed(seed)
             answer = self.env.get_observations()  # in rsl_rl's environments `reset` may make a step
         else:
-            answer = self.env.reset(seed=seed) if self._takes_seed else self.env.reset()
+            answer = self.env.reset() if seed is None or not self._takes_seed else self.env.reset(seed=seed)
         has_extras = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
         observations, extras = answer if has_extras else (answer, {})
         return self._observed(observations, extras)

@@ -1,0 +1,157 @@
+"""Rollouts on tensors beside a loop by hand that records the same columns, and beside rsl_rl's own collection.
+
+On a GPU if there is one. rsl_rl is left out, and named, where it is not installed.
+
+    python -m benchmarks.on_device [--quick]
+"""
+
+import importlib.util
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from benchmarks.command import run
+from benchmarks.pairs import Record, Sizes, paired
+from benchmarks.policies import Mlp, sampled
+from benchmarks.sources import SmallMlp, gaussian
+from examples.on_device import DEVICE, TorchCartPole
+from rollflow import Rollout
+from rollflow.nodes.device.torch_envs import TorchEnvs
+
+FRAGMENT_LENGTH = 32
+SLOTS = 4096, 16384
+
+
+class TensorLoop:
+    """Steps, passes forward without gradients, samples, writes everything into preallocated columns on the device.
+
+    Makes one flat batch of tensors, slot by slot, every 32 steps.
+    """
+
+    def __init__(self, env: Any, policy: Any, observations: torch.Tensor) -> None:
+        self._env, self._policy, self._last = env, policy, observations
+        self._sampled = gaussian if isinstance(policy, SmallMlp) else sampled
+        with torch.no_grad():
+            values = self._acted(observations)
+        self._columns: dict[str, torch.Tensor] = {
+            name: torch.empty((FRAGMENT_LENGTH, *value.shape), dtype=value.dtype, device=value.device)
+            for name, value in ({"obs": observations, "rewards": values["values"]} | values).items()
+        }
+        flags = torch.empty((FRAGMENT_LENGTH, len(observations)), dtype=torch.bool, device=observations.device)
+        self._columns |= {"terminateds": flags, "truncateds": flags.clone()}
+        self.batch: dict[str, torch.Tensor] = {}
+
+    def fragment(self) -> int:
+        """One fragment and its batch; how many steps it has."""
+        columns, observations = self._columns, self._last
+        with torch.no_grad():
+            for t in range(FRAGMENT_LENGTH):
+                columns["obs"][t] = observations
+                acted = self._acted(columns["obs"][t])
+                for name, value in acted.items():
+                    columns[name][t] = value
+                observations, columns["rewards"][t], ends, *truncated, extras = self._env.step(acted["actions"])
+                cut = truncated[0] if truncated else extras["time_outs"]
+                columns["terminateds"][t] = ends if truncated else ends.bool() & ~cut
+                columns["truncateds"][t] = cut
+        self._last = observations
+        self.batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
+        return FRAGMENT_LENGTH * self._env.num_envs
+
+    def _acted(self, observations: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self._policy._forward({"obs": observations})
+        actions, logp = self._sampled(output["action_dist_inputs"])
+        return {"actions": actions, "logp": logp, "inputs": output["action_dist_inputs"], "values": output["vf_preds"]}
+
+
+class RslCartPole:
+    """The CartPole as rsl_rl's `VecEnv`: pushed by the sign of one number."""
+
+    num_actions, max_episode_length, cfg = 1, 500, None
+
+    def __init__(self, num_envs: int, device: Any) -> None:
+        self.num_envs, self.device = num_envs, torch.device(device)
+        self._env = TorchCartPole(num_envs, device)
+        self._obs = self._env.reset()
+        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.int64, device=device)
+
+    def get_observations(self) -> Any:
+        return self._obs
+
+    def step(self, actions: torch.Tensor) -> tuple[Any, ...]:
+        self._obs, rewards, terminated, truncated, _ = self._env.step(actions[:, 0] > 0)
+        return self.get_observations(), rewards, (terminated | truncated).long(), {"time_outs": truncated}
+
+
+class RslCollection:
+    """The collection of rsl_rl's `OnPolicyRunner.learn`, without its update."""
+
+    def __init__(self, slots: int) -> None:
+        from rsl_rl.runners import OnPolicyRunner
+        from tensordict import TensorDict
+
+        class Env(RslCartPole):
+            def get_observations(self) -> Any:
+                return TensorDict({"policy": self._obs}, batch_size=[self.num_envs])
+
+        layers = {"hidden_dims": [64], "activation": "tanh"}
+        gaussians = {"class_name": "GaussianDistribution", "init_std": 1.0}
+        config = {
+            "num_steps_per_env": FRAGMENT_LENGTH,
+            "save_interval": 1 << 30,
+            "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
+            "actor": {"class_name": "MLPModel", "distribution_cfg": gaussians, **layers},
+            "critic": {"class_name": "MLPModel", **layers},
+            "algorithm": {"class_name": "PPO"},
+        }
+        self._env = Env(slots, DEVICE)
+        self._algorithm = OnPolicyRunner(self._env, config, None, DEVICE).alg
+        self._obs = self._env.get_observations()
+
+    def fragment(self) -> int:
+        """One fragment with its returns; how many steps it has."""
+        with torch.inference_mode():
+            for _ in range(FRAGMENT_LENGTH):
+                actions = self._algorithm.act(self._obs)
+                self._obs, rewards, dones, extras = self._env.step(actions)
+                self._algorithm.process_env_step(self._obs, rewards, dones, extras)
+        self._algorithm.storage.clear()
+        return FRAGMENT_LENGTH * self._env.num_envs
+
+
+def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
+    """Two lines for each number of slots, and two more where rsl_rl is installed."""
+    lines = []
+    has_rsl_rl = importlib.util.find_spec("rsl_rl") is not None
+    if not has_rsl_rl:
+        print("rsl_rl: left out, rsl-rl-lib is not installed here", file=sys.stderr)
+    for count in slots:
+        env, push = TorchCartPole(count, DEVICE), RslCartPole(count, DEVICE)
+        discrete, gaussian_loop = Mlp().to(DEVICE), _small_mlp()
+        lines.append(_measured("CartPole of tensors", count, TensorLoop(env, discrete, env.reset()), sizes, 0.97))
+        loop = TensorLoop(push, gaussian_loop, push.get_observations())
+        lines.append(_measured("CartPole as rsl_rl has it", count, loop, sizes, 0.97, is_rsl=True))
+        if has_rsl_rl:
+            lines.append(_measured("beside rsl_rl", count, RslCollection(count), sizes, 1.0, is_rsl=True))
+    return lines
+
+
+def _small_mlp() -> SmallMlp:
+    numbers = [spaces.Box(-np.inf, np.inf, (size,), np.float32) for size in (4, 1)]
+    return SmallMlp(*numbers).to(DEVICE)
+
+
+def _measured(name: str, slots: int, beside: Any, sizes: Sizes, aim: float, *, is_rsl: bool = False) -> Record:
+    env: Any = RslCartPole(slots, DEVICE) if is_rsl else TorchCartPole(slots, DEVICE)
+    module: Any = _small_mlp() if is_rsl else Mlp().to(DEVICE)
+    source = TorchEnvs(env, allow_host_copies=True)
+    with Rollout(source, module=module, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
+        batches = iter(rollout.batches())
+        return paired(name, slots, lambda: len(next(batches)["obs"]), beside.fragment, aim=aim, sizes=sizes)
+
+
+if __name__ == "__main__":
+    run(measure)
