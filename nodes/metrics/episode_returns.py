@@ -88,6 +88,7 @@ class EpisodeReturns(EpisodeWindow):
 
     def add(self, fragments: Fragment, source: Hashable) -> None:
         """Add one fragment of `source`, one of several rollouts."""
+        given, fragments = fragments, fragments.outline
         chunks, lane = fragments.chunks, (source, fragments.lane)
         last, so_far = self._open.get(lane, _NEVER)
         if fragments.sequence != last + 1:
@@ -113,7 +114,7 @@ class EpisodeReturns(EpisodeWindow):
         (finished,) = np.nonzero(whole)
         if self.on_finished is not None:
             for place in finished.tolist():
-                self.on_finished(_finished(fragments, place, float(rewards[place])))
+                self.on_finished(_finished(given, place, float(rewards[place])))
         kept = finished[-self._window :]  # the others would be pushed out again
         self.take(len(finished), rewards[kept].tolist(), (chunks.t_started[kept] + lengths[kept]).tolist())
 

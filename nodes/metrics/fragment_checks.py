@@ -70,9 +70,9 @@ class FragmentChecks:
         self._given[fragment.lane] = fragment.sequence + 1
         self._count += 1
         parts: Any = getattr(fragment, "parts", (fragment,))
-        self._held[self._count] = root_of(parts[0].columns[Columns.REWARDS].tree)
+        self._held[self._count] = root_of(parts[0].outline.columns[Columns.REWARDS].tree)
         acted = [part for part in parts if not part.is_empty]
-        if self._is_asked and acted:
+        if self._is_asked and acted and acted[0].device is None:
             self._is_asked = False
             self._look_at(acted)
 

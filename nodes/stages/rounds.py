@@ -263,7 +263,7 @@ class FragmentRounds(Generic[F]):
             fragment = waiting.popleft()
             if not self.lag.admits(fragment):  # it has become too old meanwhile
                 continue
-            item = self.collector.add(fragment) if complete_episodes else fragment
+            item = self.collector.add(fragment.host) if complete_episodes else fragment
             if item is not None:
                 self.handed_steps += item.num_steps
                 yield item

@@ -304,6 +304,7 @@ class DatasetSink(ClosedOnExit):
             raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one")
         if fragment.is_empty:
             return
+        fragment = fragment.host
         make_rows = partial(self._rows_of, fragment, self._runs_of(fragment))
         rows = make_rows() if isinstance(fragment, Fragment) and fragment.nbytes <= _SMALL_BYTES else make_rows
         if self._executor is None:

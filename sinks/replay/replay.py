@@ -468,7 +468,7 @@ class Replay:
         if isinstance(fragment, Fragment):
             if None not in self._tables:
                 raise ReplayError("the replay has steps of several agents, got a fragment of one")
-            parts = [(self._tables[None], fragment)] if fragment.num_steps else []
+            parts = [(self._tables[None], fragment.host)] if fragment.num_steps else []
         elif isinstance(fragment, MultiAgentFragment):
             parts = self._parts_of(fragment)
         else:

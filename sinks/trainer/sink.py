@@ -470,7 +470,7 @@ class TrainerSink:
         if is_fragment != (self._sends == "fragments"):
             raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, AnyFragment):
-            message, steps = self._message_of(number, item), item.num_steps
+            message, steps = self._message_of(number, item.host), item.num_steps
             self._gate.give(item.lane, item.sequence)
         else:
             message = messages.message_of_batch(number, item, modules=self._ids, episodes=self._seen.take_episodes())

@@ -32,6 +32,7 @@ class Columns:
     RETURNS_TO_GO = "returns_to_go"
     N_STEP = "n_step"
     POLICY_VERSION = "policy_version"
+    BOOTSTRAP_FROM = "bootstrap_from"
 
 
 ONE_EACH = frozenset({Columns.VF_PREDS, Columns.ACTION_LOGP})

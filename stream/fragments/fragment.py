@@ -176,6 +176,16 @@ class Fragment:
         return self._stops is None
 
     @property
+    def host(self) -> "Fragment":
+        """The fragment with columns of arrays: this one."""
+        return self
+
+    @property
+    def outline(self) -> "Fragment":
+        """A fragment of arrays with its rewards, flags and chunks at least: this one."""
+        return self
+
+    @property
     def first_row(self) -> int:
         """The row of the first vector step: H."""
         return self.layout.lookback

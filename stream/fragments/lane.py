@@ -105,7 +105,8 @@ class LaneColumns:
         """
         known = self._types.get(id(space))
         if known is None:
-            made = Column.empty(Columns.OBS, row_of(space, self._layout.num_slots), 0) if is_columnar(space) else None
+            row = row_of(space, self._layout.num_slots) if is_columnar(space) else None
+            made = None if row is None else self._empty(Columns.OBS, row, 0)
             known = self._types[id(space)] = space, made
         return known[1]
 
@@ -189,6 +190,7 @@ class SlotLane:
     Raises ColumnError whenever an array does not fit its column.
     """
 
+    device: Any = None  # of the columns' tensors; None: they are arrays
     fragment: Fragment
     shown: LaneEpisodes | None
 
@@ -197,8 +199,7 @@ class SlotLane:
     ) -> None:
         self.index, self.layout, self.columns = index, layout, columns
         self.everyone = np.arange(layout.num_slots)
-        self.episode_start = np.full(layout.num_slots, layout.lookback)
-        self.episode_number = np.zeros(layout.num_slots, np.int64)
+        self.episode_start, self.episode_number = self._of_each(layout.lookback), self._of_each(0)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self.observation_space = observation_space
         self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
@@ -328,6 +329,10 @@ class SlotLane:
 
     # Inside
 
+    def _of_each(self, number: int) -> Any:
+        """A number for each slot, i64[N]."""
+        return np.full(self.layout.num_slots, number)
+
     @property
     def _column(self) -> Column:
         return self.fragment.columns[Columns.OBS]
@@ -407,7 +412,7 @@ class Lane(SlotLane):
         *,
         is_shared: bool = False,
     ) -> None:
-        super().__init__(index, layout, observation_space, LaneColumns(layout, memory, is_shared=is_shared))
+        super().__init__(index, layout, observation_space, self._new_columns(layout, memory, is_shared=is_shared))
         self.memory = memory
         self.policy_version = self._version_written = 0
         self._shape = (layout.num_slots,)
@@ -422,7 +427,15 @@ class Lane(SlotLane):
         self.shared_data: dict[str, Any] = {}
         self.vector_steps = self.first_step = 0
         self.is_set_aside = False
-        self.episodes = LaneEpisodes(self, self.everyone, None, is_settled=False)
+        self.episodes = self._new_episodes(None)
+
+    def _new_columns(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool) -> LaneColumns:
+        """What makes the columns of this lane's fragments."""
+        return LaneColumns(layout, memory, is_shared=is_shared)
+
+    def _new_episodes(self, observations: Tree) -> LaneEpisodes:
+        """The episodes of all slots, which show observations, any[N, ...]."""
+        return LaneEpisodes(self, self.everyone, observations, is_settled=False)
 
     @property
     def step(self) -> int:

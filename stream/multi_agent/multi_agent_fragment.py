@@ -44,6 +44,11 @@ class MultiAgentFragment:
         self.is_last = False
 
     @property
+    def host(self) -> "MultiAgentFragment":
+        """The fragment with columns of arrays: this one."""
+        return self
+
+    @property
     def num_steps(self) -> int:
         """Number of agent steps, without lookback."""
         return sum(part.num_steps for part in self.parts)

@@ -212,7 +212,7 @@ class Given:
         self.numbers.setdefault(lane, 0)
         for _ in range(count):
             fragment: Any = type("Counted", (), {"lane": lane, "sequence": self.numbers[lane], "is_empty": True})()
-            fragment.columns = {"rewards": type("Rewards", (), {"tree": np.zeros(1)})}
+            fragment.columns, fragment.outline = {"rewards": type("Rewards", (), {"tree": np.zeros(1)})}, fragment
             self.numbers[lane] = fragment.sequence + 1
             self.checks(fragment)
 
