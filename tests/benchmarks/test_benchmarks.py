@@ -124,9 +124,7 @@ def test_the_command_measures_what_it_is_asked_for(
     assert "no such benchmark: sclaing; expected cartpole" in capsys.readouterr().err
 
 
-def test_what_a_quick_run_has_no_time_for_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_quick_run_skips_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def takes_long(sizes: Any) -> Any:
@@ -156,9 +154,7 @@ def test_the_first_batches_of_a_rollout_are_not_counted(dropped: int) -> None:
     assert len(given) == dropped
 
 
-def test_a_program_that_fails_does_not_end_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_program_ends_no_others(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(sizes: Any) -> Any:
         raise ZeroDivisionError("no figures")
 

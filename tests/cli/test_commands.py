@@ -84,9 +84,7 @@ def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(tmp_
     [("doctor 1 --fast", "doctor [-h] PID"), ("top --eve 2", "top [-h]"), ("policy check p --dev cpu", "policy [-h]")],
     ids=["doctor", "abbreviated", "abbreviated of an action"],
 )
-def test_an_unknown_option_is_said_with_those_of_the_command(
-    words: str, usage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option_is_told_with_the_known(words: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
@@ -263,9 +261,7 @@ class SecondSeedRaises(NumberedEnv):
         ([lambda: SecondSeedRaises(0)], "expected rows for each of lanes [10], whose requests came in one piece"),
     ],
 )
-def test_wrong_environments_are_found_out(
-    envs: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_environments_are_found(envs: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(EnvHost(envs), tmp_path) as address:
         assert main(["check-host", address]) == 1
     assert told in capsys.readouterr().out

@@ -70,9 +70,7 @@ def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, shown: Says
 
 
 @pytest.mark.parametrize("all_are", [False, True])
-def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
-    all_are: bool, tmp_path: Path, shown: Says
-) -> None:
+def test_show_tells_returns_that_are_no_numbers_beside_others(all_are: bool, tmp_path: Path, shown: Says) -> None:
     with Rollout("CartPole-v1", fragment_length=128, num_fragments=1, seed=0) as rollout:
         write_dataset(rollout.fragments(), tmp_path / "data")
     [steps] = (tmp_path / "data" / "steps").iterdir()
@@ -136,9 +134,7 @@ def test_merge_keeps_episodes_and_runs_apart(
     )
 
 
-def test_a_merge_that_fails_leaves_nothing_or_says_what_it_has_left(
-    played: Played, tmp_path: Path, refused: Says
-) -> None:
+def test_a_merge_that_fails_leaves_nothing_or_says_what_is_left(played: Played, tmp_path: Path, refused: Says) -> None:
     one, other = write(tmp_path / "one", played), write(tmp_path / "other", played)
     last = sorted((other / "steps").glob("*.parquet"))[-1]
     data, footer = last.read_bytes(), pq.read_metadata(last).serialized_size + 8
@@ -163,9 +159,7 @@ def test_a_histogram_has_every_value_however_large(values: list[float]) -> None:
     assert sum(counts) == len(values)
 
 
-def test_merge_refuses_datasets_of_several_kinds_before_it_writes(
-    played: Played, tmp_path: Path, refused: Says
-) -> None:
+def test_merge_refuses_datasets_of_several_kinds_at_once(played: Played, tmp_path: Path, refused: Says) -> None:
     one, other = write(tmp_path / "one", played), write(tmp_path / "other", played, extra=())
     error = refused("dataset", "merge", one, one, other, "--out", tmp_path / "both")
     assert f"{other} does not go with {one}: the columns [" in error

@@ -199,9 +199,7 @@ class Layout:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_compose_file_train_and_serve(
-    compose: Any, image: DockerfileParser, tmp_path: Path
-) -> None:
+def test_the_compose_files_commands_train_and_serve(compose: Any, image: DockerfileParser, tmp_path: Path) -> None:
     asked: Any = {"json": {"observation": [0.0, 0.0, 0.0, 0.0]}, "headers": {"Authorization": f"Bearer {SECRET}"}}
     with ExitStack() as stack:
         layout = Layout(compose, image, tmp_path, stack)

@@ -63,9 +63,7 @@ def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, 
     assert line in alone
 
 
-def test_a_process_without_a_run_is_left_alone_and_one_that_is_stopped_is_said_to_be(
-    refused: Says, shown: Says
-) -> None:
+def test_a_process_without_a_run_is_left_alone_and_a_stopped_one_is_said_to_be(refused: Says, shown: Says) -> None:
     process = waiting_process("-c", "print('here', flush=True); input()")
     error = refused("doctor", process.pid)
     assert f"nothing can be seen of process {process.pid}: a process answers on Linux, while it runs rollflow" in error

@@ -61,9 +61,7 @@ def test_the_page_takes_nothing_from_elsewhere() -> None:
     assert "Leon Sorokin" in (resources.files("rollflow.cli") / "page" / "uPlot.LICENSE").read_text()
 
 
-def test_a_run_that_was_asked_for_and_has_ended_leaves_a_page_that_says_where_it_looked(
-    running: Rollout, folder: Path
-) -> None:
+def test_a_run_that_has_ended_leaves_a_page_that_says_where_it_looked(running: Rollout, folder: Path) -> None:
     address = str(os.getpid())
     assert len(Client(address).get("/token/runs").json()["runs"]) == 1
     running.close()
@@ -118,9 +116,7 @@ def test_names_are_no_markup_and_a_stall_stands_out_unless_a_reader_waits_for_a_
     assert found["texts"] == ["<b>r: <b>lane"]
 
 
-def test_a_port_that_is_taken_and_a_package_that_is_missing_are_named(
-    monkeypatch: pytest.MonkeyPatch, refused: Says
-) -> None:
+def test_a_taken_port_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch, refused: Says) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "expected a free port" in refused("view", "--port", taken.getsockname()[1])
     monkeypatch.setitem(sys.modules, "starlette", None)

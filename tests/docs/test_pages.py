@@ -150,9 +150,7 @@ def test_files_that_pages_name_are_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shown", "is_right"), [("12", True), ("1...", True), ("13", False), ("12\n12", False)])
-def test_a_page_with_another_output_than_its_programs_is_refused(
-    programs: Programs, tmp_path: Path, shown: str, is_right: bool
-) -> None:
+def test_a_page_with_another_output_is_refused(programs: Programs, tmp_path: Path, shown: str, is_right: bool) -> None:
     page = [Block("python", "", "x = 5\n"), Block("python", "", "print(7 + x)\n"), Block("text", "output", shown)]
     if is_right:
         check_program(programs, page, tmp_path)

@@ -86,9 +86,7 @@ def kill_node(cluster: Cluster, actor: psutil.Process) -> None:
     cluster.add_node(num_cpus=2)
 
 
-def test_hosts_that_are_struck_come_back_as_others_and_lose_no_more_than_is_counted(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_hosts_that_are_struck_come_back_as_others_and_lose_what_is_counted(cluster: Cluster, tmp_path: Path) -> None:
     rng, victims = random.Random(0), set[int]()
     options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
     with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=3), **options) as rollout:
@@ -181,9 +179,7 @@ def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(clus
     await_that(all_free)
 
 
-def test_every_step_of_several_agents_comes_once_and_none_through_the_store_of_ray(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_every_step_of_several_agents_comes_once_and_none_through_rays_store(cluster: Cluster, tmp_path: Path) -> None:
     free = ray.available_resources()["object_store_memory"]
     assert free == ray.cluster_resources()["object_store_memory"]
     options: Any = {"module": {"agent 0": NumberedModule, "default_policy": NumberedModule}, "fragment_length": 8}

@@ -331,9 +331,7 @@ def test_an_error_in_a_state_says_whose() -> None:
     ],
 )
 @pytest.mark.parametrize("within", [False, True])
-def test_a_piece_in_a_pipeline_of_another_kind_is_refused(
-    pipeline: Any, piece: Any, message: str, within: bool
-) -> None:
+def test_a_piece_in_another_kind_of_pipeline_is_refused(pipeline: Any, piece: Any, message: str, within: bool) -> None:
     made = ConnectorPipelineV2(connectors=[piece()]) if within else piece()
     with pytest.raises(ConnectorError, match=message):
         pipeline(connectors=[made])

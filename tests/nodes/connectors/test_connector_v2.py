@@ -103,9 +103,7 @@ def of_agent(item: Any, episode: Any, agent: Any, module: Any) -> Any:
     ],
     ids=["one", "two", "episodes", "agents"],
 )
-def test_a_function_changes_every_item_and_is_told_whose_it_is(
-    batch: Any, column: Any, func: Any, changed: Any
-) -> None:
+def test_a_function_changes_every_item_and_knows_whose_it_is(batch: Any, column: Any, func: Any, changed: Any) -> None:
     batch = copy.deepcopy(batch)
     ConnectorV2.foreach_batch_item_change_in_place(batch, column, func)
     assert batch == changed

@@ -365,9 +365,7 @@ def test_exploration_behind_what_scales_is_refused(piece: Any, several: bool, ne
 @pytest.mark.parametrize(
     ("dtype", "low", "high"), [(np.uint8, 0, 255), (np.int8, -9, 9), (np.int64, -(2**63), 2**63 - 1)]
 )
-def test_noise_on_whole_numbers_is_rounded_and_clipped_and_kept_as_floats(
-    piece_type: Any, dtype: Any, low: int, high: int
-) -> None:
+def test_noise_on_whole_numbers_is_rounded_and_kept_as_floats(piece_type: Any, dtype: Any, low: int, high: int) -> None:
     space = spaces.Box(low, high, (1,), dtype)
     piece = piece_type(None, space, schedule=4.0)
 

@@ -372,9 +372,7 @@ def test_bounded_actions_come_to_lie_in_their_space(actions: np.ndarray[Any, Any
 
 
 @given(ACTIONS, st.booleans())
-def test_rows_at_once_and_items_one_by_one_are_brought_to_the_same(
-    actions: np.ndarray[Any, Any], normalize: bool
-) -> None:
+def test_rows_at_once_and_items_one_by_one_come_to_the_same(actions: np.ndarray[Any, Any], normalize: bool) -> None:
     at_once = brought(actions, normalize=normalize)
     for items in ({("a",): list(actions)}, list(actions)):
         one_by_one = brought(items, normalize=normalize)

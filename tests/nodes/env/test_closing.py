@@ -147,9 +147,7 @@ HOSTED = [(host, env) for host in (EnvHost, RolloutHost) for env in (Leaves, Lea
 
 
 @pytest.mark.parametrize(("kind", "env"), [(Rollout, Leaves), (MultiAgentRollout, LeavingAgents), *HOSTED])
-def test_what_closing_raises_is_raised_or_goes_into_the_notes_of_what_ended_the_block(
-    kind: Any, env: Any, tmp_path: Path
-) -> None:
+def test_what_closing_raises_is_raised_or_noted_on_what_ended_the_block(kind: Any, env: Any, tmp_path: Path) -> None:
     makers = [partial(env, slot, tmp_path) for slot in range(4)]
     with pytest.raises(OSError, match="no space left for the recording"), kind(makers, lanes=2):
         pass

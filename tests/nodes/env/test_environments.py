@@ -195,9 +195,7 @@ def test_a_ring_drawn_by_hand_gives_fragments(options: dict[str, int], lookback:
 
 @pytest.mark.parametrize("missing", ["observation_space", "action_space"])
 @pytest.mark.parametrize("is_vector", [False, True])
-def test_an_environment_without_a_space_is_refused_with_the_name_of_what_is_missing(
-    missing: str, *, is_vector: bool
-) -> None:
+def test_an_environment_without_a_space_is_refused_with_what_is_missing(missing: str, *, is_vector: bool) -> None:
     class Bare(NumberedEnv):
         def __init__(self) -> None:
             super().__init__(0)

@@ -106,9 +106,7 @@ def test_a_reset_that_gives_the_observation_alone_is_named(size: int, mode: Any)
     ("size", "expected"),
     [(2, r"slot 0: an observation that is not in its space"), (3, r"and gives \(observation, info\)")],
 )
-def test_a_reset_that_gives_the_observation_alone_is_told_of_a_vector_environment_of_ones_own(
-    size: int, expected: str
-) -> None:
+def test_a_reset_without_infos_is_told_of_a_vector_environment_of_ones_own(size: int, expected: str) -> None:
     with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
         fragments_of(SyncVectorEnv([partial(ResetsAlone, size)]))
     assert re.search(expected, "\n".join([str(raised.value), *raised.value.__notes__]))
@@ -187,9 +185,7 @@ WRONG: dict[str, tuple[gym.Space[Any], Any, Any, str]] = {
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("since", [0, 2, 4])  # the first reset, a step, the last one of an episode
 @pytest.mark.parametrize("name", WRONG)
-def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expected(
-    name: str, since: int, mode: Any
-) -> None:
+def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_fits(name: str, since: int, mode: Any) -> None:
     space, right, wrong, told = WRONG[name]
     with pytest.raises(EnvError, match=rf"^slot 1: an observation that is not in its space: column .*{told}") as raised:
         envs = [partial(Odd, observation_space=space, right=right, wrong=each, since=since) for each in (right, wrong)]

@@ -52,9 +52,7 @@ def test_every_step_on_every_host_comes_once(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_host_that_ends_comes_back_as_another(
-    how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_ends_comes_back_anew(how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with rollout_on(OnProcesses(num_hosts=2), tmp_path, monkeypatch, num_envs=2, prefetch=1) as rollout:
         fragments = rollout.fragments()
         taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)

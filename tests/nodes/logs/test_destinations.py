@@ -232,9 +232,7 @@ def test_mlflow_has_a_run_with_a_metric_for_each_figure(tmp_path: Path, target: 
     ],
 )
 @pytest.mark.parametrize("has_parent", [False, True])
-def test_a_missing_package_says_what_to_install(
-    text: str, extra: str, has_parent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(text: str, extra: str, has_parent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     package = KINDS[text.partition(":")[0]][1]
     outer = package.partition(".")[0]
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{outer}.")]:

@@ -72,9 +72,7 @@ def test_nothing_is_written_twice_and_nothing_without_a_row(
     assert capsys.readouterr().err == "1 updates in 2 s: 1,235 steps/s, return 20.5, version 7\n"
 
 
-def test_a_terminal_has_one_line_with_the_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_the_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     progress = opened()

@@ -141,9 +141,7 @@ def test_a_slow_destination_loses_its_oldest_rows_and_says_how_many(
     assert [row.values["log/dropped_rows"] for row in quick.rows] == [0, 0, 0, 0, 1]
 
 
-def test_a_destination_that_fails_gets_no_more_rows_and_the_others_do(
-    kept: list[Kept], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_destination_gets_no_rows_and_others_do(kept: list[Kept], caplog: pytest.LogCaptureFixture) -> None:
     log = begun(count=2)
     broken, whole = kept[-2:]
     broken.error = OSError("the disk is full")

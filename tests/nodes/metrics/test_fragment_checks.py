@@ -282,9 +282,7 @@ class Paced(RandomEnv):
 
 
 @pytest.mark.parametrize(("slow", "named"), [(24, ["lane 2"]), (10**8, ["lane 2"]), (0, [])])
-def test_a_lane_with_slow_steps_is_named_in_a_run_that_has_one(
-    slow: int, named: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lane_with_slow_steps_is_named_in_a_run(slow: int, named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Paced, "steps", 0)
     envs = [Paced, Paced, lambda: Paced(slow)]
     texts: list[str] = []

@@ -97,9 +97,7 @@ def test_training_goes_over_the_same_states_as_acting_did(max_seq_len: int, size
 
 
 @given(max_seq_len=st.integers(1, 6), sizes=st.fixed_dictionaries(SIZES), with_next=st.booleans())
-def test_learner_pieces_give_the_same_on_columns_and_one_by_one(
-    max_seq_len: int, sizes: dict[str, Any], with_next: bool
-) -> None:
+def test_pieces_agree_on_columns_and_one_by_one(max_seq_len: int, sizes: dict[str, Any], with_next: bool) -> None:
     with rollout_of(**sizes, max_seq_len=max_seq_len) as rollout:
         fragments = list(rollout.fragments())
     pieces = [AddNextObservationsFromEpisodesToTrainBatch()] if with_next else []

@@ -146,9 +146,7 @@ def test_a_host_whose_step_takes_too_long_ends_with_its_grace(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("graces", [(0.1,), (LONGEST_S, 0.0)])
-def test_environments_of_lanes_that_are_at_nothing_are_closed_once_the_grace_is_over(
-    tmp_path: Path, graces: tuple[float, ...]
-) -> None:
+def test_idle_lanes_environments_are_closed_once_the_grace_is_over(tmp_path: Path, graces: tuple[float, ...]) -> None:
     envs = listening(RemoteEnvs)
     makers = [partial(Held, slot, tmp_path, steps=[5]) for slot in range(2)]
     with hosting(envs.addresses[0], makers, lanes=2) as host, rollout_over(envs, fragment_length=ENDLESS, prefetch=1):
@@ -348,9 +346,7 @@ def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(tmp_
 
 
 @pytest.mark.slow
-def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_does_not_come_back_is_waited_for_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     held = [((0, tmp_path), {"steps": [5]}), ((1, tmp_path), {})]
     host = HostProcess(envs.addresses[0], held, name="victim", env=Held, kind=RolloutHost)

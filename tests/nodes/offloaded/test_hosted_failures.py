@@ -88,9 +88,7 @@ def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
     ("place", "fate", "step"),
     [("rollouts", "kill", 8), ("rollouts", "raise", 8), *(("hosted rollouts", "raise", step) for step in (0, 8, 16))],
 )
-def test_one_that_is_lost_in_the_first_step_of_a_fragment_uses_up_none(
-    place: str, fate: str, step: int, tmp_path: Path
-) -> None:
+def test_one_lost_in_a_fragments_first_step_uses_up_none(place: str, fate: str, step: int, tmp_path: Path) -> None:
     with doomed_at(place, doomed(tmp_path, step, slots=2, fate=fate), num_fragments=4) as made, made as rollout:
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
@@ -109,9 +107,7 @@ def test_one_that_is_lost_in_the_first_step_of_a_fragment_uses_up_none(
 
 
 @pytest.mark.parametrize("then", ["goes on", "raises"])
-def test_a_reward_that_is_not_finite_is_a_failure_of_its_lane(
-    then: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_not_finite_fails_its_lane(then: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In two lives the environment of lane 0 gives NaN in its step 12, and raises in the step after it or does not."""
     makers = doomed(tmp_path, 12, 2, slots=2, fate="nan" if then == "goes on" else "nan and raise")
     with doomed_at("hosted rollouts", makers, lanes=2, num_fragments=4, prefetch=1) as made, made as rollout:
@@ -136,9 +132,7 @@ class Unsound(Held):
         return observation, np.nan if self.life == 3 else reward, *rest
 
 
-def test_a_reward_that_is_not_finite_is_in_no_fragment_that_is_cut_short(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_not_finite_is_in_no_fragment_cut_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = [partial(Unsound, 0, tmp_path, steps=[5], lengths=(100, 100))]
     with hosted(held, fragment_length=1000, prefetch=1) as (rollout, _):
         await_held(tmp_path, 0)
@@ -246,9 +240,7 @@ def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None
 # Environments that hang
 
 
-def test_one_that_is_late_is_named_and_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
-) -> None:
+def test_one_that_is_late_is_awaited(tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock) -> None:
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
     options: Any = {"timeouts": Timeouts(step=0.3), "prefetch": 6, "num_fragments": 3}
     with hosted([*makers(3), *held], on={"lanes": 2, "name": "sim"}, **options) as (rollout, _):

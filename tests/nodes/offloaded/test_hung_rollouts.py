@@ -130,9 +130,7 @@ def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, for
 
 
 @pytest.mark.wait_times(first_pause_s=0.0)
-def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
-    started: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_killed_between_turns_is_told_of_by_the_next(started: Any, caplog: pytest.LogCaptureFixture) -> None:
     node, lane = started(partial(NumberedEnv, 0, lengths=(100, 100)))
     node(lane)
     come_back(node)
@@ -171,9 +169,7 @@ class HangsInForward(NumberedModule):
         return super()._forward(batch, **kwargs)
 
 
-def test_where_it_hangs_is_said(
-    tmp_path: Path, forward: Forward, started: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_its_place_is_named(tmp_path: Path, forward: Forward, started: Any, caplog: pytest.LogCaptureFixture) -> None:
     module = HangsInForward()
     module.folder = tmp_path
     node, lane = started(partial(NumberedEnv, 0), num_envs=1, module=module, timeouts=Timeouts(step=1.0, reset=1.0))

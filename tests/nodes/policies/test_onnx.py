@@ -60,9 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("space", "pieces", "lstm", "actions"), CASES)
-def test_an_onnx_program_plays_as_the_policy_does(
-    space: str, pieces: str, lstm: bool, actions: str, saved: Saved
-) -> None:
+def test_an_onnx_program_plays_as_its_policy(space: str, pieces: str, lstm: bool, actions: str, saved: Saved) -> None:
     folder = saved(space, pieces, lstm, actions)
     assert_plays_the_same(Policy.load(folder), OnnxPolicy.load(folder), space)
 

@@ -46,9 +46,7 @@ def counted() -> Policy:
     sizes=st.lists(st.integers(1, 20), min_size=2, max_size=12),
     seed=st.integers(0, 2**31),
 )
-def test_a_pass_past_the_lane_gives_what_one_through_it_gives(
-    actions: str, explore: bool, sizes: list[int], seed: int
-) -> None:
+def test_a_pass_past_the_lane_gives_the_same(actions: str, explore: bool, sizes: list[int], seed: int) -> None:
     module = DefaultModule(SPACE, ACTIONS[actions], model_config={"fcnet_hiddens": (8,)})
     spaces: dict[str, Any] = {"observation_space": SPACE, "action_space": ACTIONS[actions]}
     past, through = (Policy(module, explore=explore, seed=seed, **spaces) for _ in range(2))

@@ -108,9 +108,7 @@ def test_after_a_loop_nothing_is_left_and_every_environment_is_closed(way: str, 
 )
 @pytest.mark.parametrize("reading", ["loop", "graph"])
 @pytest.mark.parametrize("ending", [*ENDINGS, "cancelled"])
-async def test_no_task_is_left_and_every_environment_is_closed(
-    ending: str, reading: str, way: str, several: bool
-) -> None:
+async def test_no_task_is_left_and_every_env_is_closed(ending: str, reading: str, way: str, several: bool) -> None:
     envs, rollout = ending_in(ending, several=several, **WAYS[way])
     before = {task.id for task in anyio.get_running_tasks()}
     is_cancelled = False
@@ -148,9 +146,7 @@ async def test_a_stalled_sink_stops_the_environments(several: bool) -> None:
 
 @pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("way", [{"lanes": 1}, {"lanes": 2, "forward": Forward(max_batch=12)}])
-def test_without_prefetch_the_environments_stand_still_while_the_caller_works(
-    way: dict[str, Any], several: bool
-) -> None:
+def test_without_prefetch_environments_stand_still_while_the_caller_works(way: dict[str, Any], several: bool) -> None:
     _, rollout = ending_in("", several=several, **way)
     length = rollout.environments.fragment_length
     with rollout:

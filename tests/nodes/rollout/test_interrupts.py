@@ -198,9 +198,7 @@ def tell_gathering(rollout: Any, gathering: threading.Event) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("point", POINTS)
-def test_it_ends_the_run_at_once_and_counts_what_is_lost(
-    point: str, way: str, kind: str, press_in_reader: Raise
-) -> None:
+def test_it_ends_the_run_at_once_and_counts_losses(point: str, way: str, kind: str, press_in_reader: Raise) -> None:
     is_elsewhere = point not in IN_READER and (
         way in ("ahead", "forward in a thread") or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
     )

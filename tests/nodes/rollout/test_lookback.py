@@ -162,9 +162,7 @@ def test_episodes_by_hand_with_too_little_lookback_are_refused() -> None:
 
 @TAUGHT
 @pytest.mark.parametrize("lookback", [1, 3])
-def test_a_trainer_elsewhere_refuses_the_first_fragment_of_a_rollout_that_keeps_too_little(
-    pieces: str, lookback: int
-) -> None:
+def test_a_trainer_elsewhere_refuses_the_first_fragment_with_too_little_kept(pieces: str, lookback: int) -> None:
     stream = trainer(yields=Batches(learner_connector=PIECES[pieces]))
     with fed(stream, rollout(5, 3, lookback=lookback)):
         if lookback == 3:

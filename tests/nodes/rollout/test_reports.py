@@ -96,9 +96,7 @@ def test_what_a_reader_does_after_the_last_batch_is_not_the_runs(place: str) -> 
 
 
 @pytest.mark.parametrize("place", ["inline", "ahead"])
-def test_a_reader_that_finds_the_counts_ended_meanwhile_is_not_busy(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_finds_the_counts_ended_is_not_busy(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Rollout([partial(NumberedEnv, 0)], fragment_length=4, module=NumberedModule(), **PLACES[place]) as rollout:
         drive: Any = rollout._drive
         awaited, counters = drive._await, drive.run.counters

@@ -946,7 +946,7 @@ def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: 
 @pytest.mark.parametrize("where", ["inline", "processes"])
 @pytest.mark.parametrize("by_items", [False, True])
 @pytest.mark.parametrize("added", [None, 0, 1])
-def test_what_environments_get_is_recorded_where_a_piece_may_have_changed_it(
+def test_what_environments_get_is_recorded_where_pieces_change_it(
     where: Any, by_items: bool, added: int | None
 ) -> None:
     options: Any = {"module_to_env_connector": lambda env: [OneByOne()]} if by_items else {}

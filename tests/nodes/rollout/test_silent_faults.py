@@ -71,9 +71,7 @@ def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: in
     [([7.5], [7.5] * 99, 10), ([7.5, 8.0], [8.0] * 100, None), ([], [], None), ([1.0] * 99, [], None)],
     ids=["one return", "learnt to have one", "none", "too few"],
 )
-def test_returns_that_never_change_through_ten_versions_are_named(
-    first: list[float], later: list[float], named_at: int | None
-) -> None:
+def test_returns_that_never_change_are_named(first: list[float], later: list[float], named_at: int | None) -> None:
     returns: Any = SimpleNamespace(returns=deque(first, maxlen=100), count=len(first))
     check = ReturnsCheck(returns)
     assert check.signs(0) == ()

@@ -345,9 +345,7 @@ async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("place", ["inline", "ahead", "threads", pytest.param("rollouts", marks=pytest.mark.slow)])
-async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
-    place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_another_task_that_holds_up_the_event_loop_is_named(place: str, caplog: pytest.LogCaptureFixture) -> None:
     options = OPTIONS | {"num_fragments": None, "watch": Watch(stall_after=0.2)}
     rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **PLACES[place])
     told = "the event loop is held up by a task or a callback since "

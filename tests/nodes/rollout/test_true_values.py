@@ -225,9 +225,7 @@ ACTION_SPACES |= WHOLE
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("explore", [False, True])
 @pytest.mark.parametrize("kind", WHOLE)
-def test_drawn_whole_numbers_lie_in_their_box_and_a_learner_finds_their_probability(
-    kind: str, explore: bool, several: bool
-) -> None:
+def test_drawn_whole_numbers_lie_in_their_box_with_their_probability(kind: str, explore: bool, several: bool) -> None:
     options: Any = {"module": Draws, "explore": explore, "fragment_length": 20, "num_fragments": 1, "seed": 0}
     with made(partial(Echo, kind), several=several, **options) as rollout:
         fragments = list(rollout.fragments())

@@ -53,9 +53,7 @@ def to_act(episodes: list[MultiAgentEpisode], module: str) -> list[SingleAgentEp
 @pytest.mark.parametrize("name", PIECES)
 @given(tolds=plays, m=st.booleans(), stateful=st.booleans())
 @settings(max_examples=examples(40))
-def test_each_module_sees_what_its_agents_alone_would_show(
-    name: str, tolds: list[Told], m: bool, stateful: bool
-) -> None:
+def test_each_module_sees_what_its_agents_alone_show(name: str, tolds: list[Told], m: bool, stateful: bool) -> None:
     episodes, rl_modules = all_played(tolds), modules(m=m and stateful)
     expected = {
         module: forward_batch([PIECES[name](False)], theirs, rl_modules[module], several=False, stateful=stateful)

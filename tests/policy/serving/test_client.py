@@ -140,9 +140,7 @@ def server() -> Iterator[HttpServer]:
         (np.zeros(5000, np.float32), "the request has 20[0-9]* bytes, expected at most 8192"),
     ],
 )
-def test_bad_input_is_refused_by_its_field_and_nothing_is_disturbed(
-    observation: Any, text: str, server: HttpServer
-) -> None:
+def test_bad_input_is_refused_by_field_and_disturbs_nothing(observation: Any, text: str, server: HttpServer) -> None:
     with client_of(server.url) as client:
         client.act([3, 0])
         with pytest.raises(RequestError, match=text):
@@ -354,9 +352,7 @@ def test_connections_that_are_cut_at_drawn_moments_change_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-def test_a_server_that_ends_or_is_frozen_under_load_says_which_sessions_are_lost(
-    tmp_path: Path, how: signal.Signals
-) -> None:
+def test_a_server_that_ends_or_freezes_under_load_says_what_is_lost(tmp_path: Path, how: signal.Signals) -> None:
     policy_of(Sums).save(tmp_path / "sums")
     with serving(str(tmp_path / "sums")) as (process, url):
         with client_of(url, timeout=60.0, heartbeat=0.2) as client, ThreadPoolExecutor(8) as pool:

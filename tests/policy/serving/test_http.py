@@ -98,9 +98,7 @@ def test_what_is_wrong_is_named(server: HttpServer, fields: dict[str, Any], stat
         ),
     ],
 )
-def test_bodies_that_are_no_requests_are_refused(
-    server: HttpServer, body: bytes, kind: str, status: int, text: str
-) -> None:
+def test_what_is_no_request_is_refused(server: HttpServer, body: bytes, kind: str, status: int, text: str) -> None:
     response = httpx.post(f"{server.url}/v1/policies/echo/act", content=body, headers={"content-type": kind})
     assert (response.status_code, response.json()["error"][: len(text)]) == (status, text)
 

@@ -38,9 +38,7 @@ def test_what_is_saved_anew_takes_over(shelf: Shelf, tmp_path: Path, name: str) 
     assert not watched.look()
 
 
-def test_what_can_not_be_loaded_does_not_take_over(
-    shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_can_not_be_loaded_is_not_served(shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "saved"
     watched = watched_at(path, shelf)
     manifest = path / "policy.json"

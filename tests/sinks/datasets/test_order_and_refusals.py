@@ -122,9 +122,7 @@ def test_a_loop_that_is_left_goes_on_in_the_next(path: Path, played: Played) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seed"), [(2, None), (3, 4), (200, 4)])
-def test_ranks_get_disjoint_shares_that_cover_everything(
-    path: Path, played: Played, ranks: int, seed: int | None
-) -> None:
+def test_ranks_get_disjoint_shares_that_cover_all(path: Path, played: Played, ranks: int, seed: int | None) -> None:
     shares = [
         [episode.id_ for episode in DatasetSource(path, shuffle_seed=seed, rank=rank, world_size=ranks).episodes()]
         for rank in range(ranks)

@@ -156,9 +156,7 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
 
 
-def test_a_summary_reads_the_versions_alone_of_the_modules_that_have_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_reads_only_the_versions_that_modules_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fragments = of_two_modules()
     for fragment in fragments:
         for part in fragment.parts:
@@ -214,9 +212,7 @@ def test_agents_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_sink_adds_as_a_source_is_made_disturbs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run and a module that come at any moment between a source's look at the files and at the description."""
     one, other = of_two_modules("first", "second")[0], of_two_modules("first", "third")[0]
     write_dataset([one], tmp_path)

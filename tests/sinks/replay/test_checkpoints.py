@@ -156,9 +156,7 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, p
     assert [path.name for path in (tmp_path / "replay").glob(".*")] == [".lock"]
 
 
-def test_a_disk_that_is_full_is_told_with_the_file(
-    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = saved(tmp_path / "replay", played.fragments[:1])
     replay.insert(played.fragments[1])
     taken = len(replay)

@@ -413,9 +413,7 @@ def filled(fragments: Any, **options: Any) -> Replay:
     return replay
 
 
-def test_each_step_and_sequence_has_the_state_before_it_of_a_dataset_with_lookback_too(
-    played: Played, tmp_path: Path
-) -> None:
+def test_each_step_and_sequence_has_the_state_before_it_of_a_dataset_too(played: Played, tmp_path: Path) -> None:
     write_dataset(played.fragments, tmp_path)
     for fragments in (played.fragments, DatasetSource(tmp_path, batch_size=4).fragments()):
         batch = filled(fragments, sampler=Newest()).sample(80)

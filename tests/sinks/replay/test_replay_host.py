@@ -179,9 +179,7 @@ def test_who_does_not_fit_is_refused_in_words_and_the_others_go_on(tmp_path: Pat
         assert set(steps_by_slot(client.sample(500))) == {0, 1}
 
 
-def test_a_client_too_many_is_told_so_and_served_once_another_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_too_many_is_told_so_and_served_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SampleServer, "most_clients", 1)
     with serving(Replay(512), tmp_path) as host, client_of(host) as one:
         assert one.report().inserted == 0  # a client dials when it is made: the other comes later
@@ -210,9 +208,7 @@ def test_a_client_that_was_lost_makes_room_for_a_new_one(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("wait_s", [0.0, 60.0])
-def test_samples_that_the_rate_holds_back_are_answered_in_the_order_they_came(
-    wait_s: float, backend: str, tmp_path: Path
-) -> None:
+def test_samples_that_the_rate_holds_back_are_answered_in_order(wait_s: float, backend: str, tmp_path: Path) -> None:
     """An insert lets three samples through, and another one comes before those that wait have got their turn."""
     replay = Replay(512, rate=SamplesPerInsert(1.0, min_size=8, error_buffer=16), batch_size=16, seed=0)
     server = server_of(replay, tmp_path)

@@ -165,9 +165,7 @@ def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_
 
 
 @pytest.mark.wait_times(first_word_s=0.05)
-def test_a_rollout_with_no_trainer_keeps_what_it_has_within_bounds_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rollout_with_no_trainer_keeps_bounds_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with feeding(f"unix:{tmp_path}/trainer", sink={"linger": 0.1}) as feed:
         await_that(lambda: "has not been reached" in caplog.text or "No such file" in caplog.text)
         assert feed.rollout.num_steps == 0  # it begins with its trainer's weights
@@ -207,9 +205,7 @@ def steps_of(records: Sequence[Record], slot: int) -> list[int]:
 @pytest.mark.parametrize(
     ("address", "sends", "max_lag"), [("shm", "fragments", 0), ("unix", "batches", 1)], indirect=["address"]
 )
-def test_trainers_and_rollouts_may_be_killed_at_any_moment(
-    max_lag: int, sends: str, address: str, tmp_path: Path
-) -> None:
+def test_trainers_and_rollouts_may_be_killed_anytime(max_lag: int, sends: str, address: str, tmp_path: Path) -> None:
     """A rollout's own steps are whole up to some moment; those of one that goes on are, to the end."""
     drawn, sink = random.Random(11), SENDS[sends] | {"limits": SHORT}
     with feeding(address, (0, 1, 2, 3), lanes=2, sink=sink | {"name": "steady"}) as steady:
@@ -242,9 +238,7 @@ def test_trainers_and_rollouts_may_be_killed_at_any_moment(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sends", "max_lag"), [("fragments", 1), ("batches", 0)])
-def test_one_that_is_killed_between_publishing_and_saving_leaves_out_what_it_counts(
-    max_lag: int, sends: str, tmp_path: Path
-) -> None:
+def test_one_killed_between_publishing_and_saving_counts_what_is_lost(max_lag: int, sends: str, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, (0, 1, 2, 3), lanes=2, sink=SENDS[sends] | {"limits": SHORT}) as feed:
         for dies_at in (2, 0, 0, 3, 1):

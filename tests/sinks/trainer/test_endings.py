@@ -259,9 +259,7 @@ def test_a_trainer_that_has_ended_publishes_and_acknowledges_no_more() -> None:
     ],
     ids=["a proxy", "a stranger's goodbye"],
 )
-def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
-    words: bytes, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stranger_at_its_address_is_not_mistaken(words: bytes, told: str, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with feeding(address, num_fragments=2, lanes=1, sink={"linger": None}) as feed:

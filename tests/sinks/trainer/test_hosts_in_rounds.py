@@ -65,9 +65,7 @@ def max_lag(remote: PacedHosts) -> int:
 
 
 @pytest.mark.slow
-def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(
-    max_lag: int, remote: PacedHosts
-) -> None:
+def test_late_hosts_join_the_next_round_and_those_that_leave_hold_nobody_up(max_lag: int, remote: PacedHosts) -> None:
     with ExitStack() as hosts, remote.host(0) as first, paced(remote, max_lag) as (rounds, stream, _):
         rounds.until(stream, rounds.are_of(0))
         with remote.host(1, 2, lanes=2):
@@ -97,9 +95,7 @@ def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_next_round(
-    max_lag: int, remote: PacedHosts
-) -> None:
+def test_a_host_that_is_killed_is_waited_for_no_more_and_joins_the_next_round(max_lag: int, remote: PacedHosts) -> None:
     with ExitStack() as hosts, remote.host(0), paced(remote, max_lag) as (rounds, stream, rollout):
         for lane in (1, 2):
             host = remote.process(lane)
@@ -154,9 +150,7 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
 PACED: dict[str, Any] = {"max_lag": 0, "on_excess": "pace"}
 
 
-def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(
-    remote: PacedHosts, tmp_path: Path
-) -> None:
+def test_trainers_that_might_count_a_lane_in_different_rounds_are_refused(remote: PacedHosts, tmp_path: Path) -> None:
     with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **remote.rounds(0).settings()) as stream:
         hosts.enter_context(remote.host(0))
         graph, rollout, sinks = graph_for_two(remote.rollout(), tmp_path)
@@ -294,9 +288,7 @@ def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = T
     ("max_lag", "where", "how"),
     [(0, "processes", "later"), (1, "processes", "at once"), (1, "rollouts", "later"), (0, "rollouts", "at once")],
 )
-def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
-    max_lag: int, where: Any, how: str, tmp_path: Path
-) -> None:
+def test_others_go_on_as_fresh_also_at_another_trainer(max_lag: int, where: Any, how: str, tmp_path: Path) -> None:
     rollout = rollout_that_loses_a_lane(where, LOST[how], tmp_path)
     address, settings = f"unix:{tmp_path}/trainer", {"max_lag": max_lag, "on_excess": "pace", "limits": SHORT}
     with running(*graph_over(rollout, address)):

@@ -155,9 +155,7 @@ def test_a_block_is_told_of_once_and_may_be_lent_more_than_once_at_a_time(ends: 
     assert ends.lender.nbytes == 0
 
 
-def test_a_trainer_that_keeps_too_much_is_sent_copies(
-    pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trainer_that_keeps_much_is_sent_copies(pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture) -> None:
     ends, lane = pair(2 * SIZE), Lane()
     kept = []
     for value in range(4):
@@ -174,9 +172,7 @@ def test_a_trainer_that_keeps_too_much_is_sent_copies(
     assert [int(fragment.columns["obs"][0]) for fragment in kept] == [1, 2, 3, 4]
 
 
-def test_blocks_that_there_are_no_more_are_forgotten_and_what_was_lent_in_them_is_not(
-    pair: Callable[..., Pair],
-) -> None:
+def test_blocks_that_are_gone_are_forgotten_and_what_was_lent_in_them_is_not(pair: Callable[..., Pair]) -> None:
     others = files_mapped()
     ends, lane = pair(), Lane()
     ends.send(obs=lane.column(1))
@@ -212,9 +208,7 @@ def test_blocks_that_there_are_no_more_are_forgotten_while_copies_are_sent(pair:
     assert (len(before), len(before & files_mapped())) == (2, 1)
 
 
-def test_news_that_was_not_sent_comes_with_the_next_fragment(
-    ends: Pair, lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsent_news_comes_with_the_next_fragment(ends: Pair, lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ends.source, "send", Mock(side_effect=WireError("too large", "frame")))
         with pytest.raises(WireError, match="too large"):

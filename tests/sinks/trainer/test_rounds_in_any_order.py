@@ -295,9 +295,7 @@ ACTS: dict[str, Callable[[World, int], None]] = {
         max_size=120,
     ),
 )
-def test_rounds_are_as_fresh_as_they_may_be_and_nothing_is_lost(
-    lanes: int, max_lag: int, acts: list[tuple[str, int]]
-) -> None:
+def test_rounds_are_as_fresh_as_may_be_and_lose_nothing(lanes: int, max_lag: int, acts: list[tuple[str, int]]) -> None:
     world = World(lanes, max_lag)
     for act, place in acts:
         ACTS[act](world, place)

@@ -146,9 +146,7 @@ def test_older_steps_are_masked() -> None:
 
 @settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(max_lag=st.integers(0, 2), lanes=st.integers(1, 2), at_once=st.booleans(), seed=st.integers(0, 99))
-def test_so_it_is_with_several_agents_but_for_actions_that_were_pending(
-    max_lag: int, lanes: int, at_once: bool, seed: int
-) -> None:
+def test_so_it_is_with_agents_but_for_pending_actions(max_lag: int, lanes: int, at_once: bool, seed: int) -> None:
     _, rollout = made(Drawn(3, lanes, 4, 1, 9, at_once, 8, 1, True, seed), num_fragments=8)
     stream = trainer(max_lag=max_lag, on_excess="pace")
     with fed(stream, rollout):

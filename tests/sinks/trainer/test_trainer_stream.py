@@ -175,9 +175,7 @@ async def test_its_block_may_be_asynchronous(is_cancelled: bool) -> None:
         sock.connect((stream.address.host, stream.address.port))
 
 
-def test_a_loop_that_is_left_goes_on_with_the_next_one_and_at_its_end_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_loop_that_is_left_goes_on_with_the_next_one_and_says_why_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with trainer(yields="fragments") as stream, feeding(stream.address, num_fragments=6):
         taken = [next(iter(stream)) for _ in range(2)]

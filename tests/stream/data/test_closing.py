@@ -50,9 +50,7 @@ WAYS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         (asyncio.CancelledError, False),
     ],
 )
-def test_an_error_of_closing_is_a_note_only_of_an_error_that_is_shown(
-    way: str, kind: type[BaseException], is_noted: bool
-) -> None:
+def test_an_error_of_closing_is_a_note_of_a_shown_error(way: str, kind: type[BaseException], is_noted: bool) -> None:
     open_block, what = WAYS[way]
     with pytest.raises(kind if is_noted else DatasetError) as raised, open_block():
         raise kind

@@ -236,9 +236,7 @@ def test_an_agent_in_a_gap_without_an_action_ends_with_what_it_has(episode: Mult
     assert episode.get_return(include_hanging_rewards=True) == 2.0
 
 
-def test_an_end_may_be_told_again_and_one_with_the_first_observation_leaves_no_trace(
-    episode: MultiAgentEpisode,
-) -> None:
+def test_an_end_may_be_told_again_and_with_the_first_observation_leaves_no_trace(episode: MultiAgentEpisode) -> None:
     step(episode, observations={"c": 1}, terminateds={"c": True})
     assert episode.agent_ids == {"a", "b"}
     step(episode, **ENDED)
@@ -256,9 +254,7 @@ def test_all_ends_every_agent(episode: MultiAgentEpisode) -> None:
 
 @pytest.mark.parametrize("first", ["terminateds", "truncateds"])
 @pytest.mark.parametrize("second", ["terminateds", "truncateds"])
-def test_an_episode_ends_with_its_last_agent_and_as_it_does(
-    episode: MultiAgentEpisode, first: str, second: str
-) -> None:
+def test_an_episode_ends_with_and_as_its_last_agent_does(episode: MultiAgentEpisode, first: str, second: str) -> None:
     both = {"a": 1, "b": 1}
     step(episode, observations=both, actions=both, rewards=both, **{first: {"a": True}})
     assert not episode.is_done

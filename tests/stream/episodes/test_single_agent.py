@@ -350,9 +350,7 @@ def test_the_return_counts_current_rewards_only() -> None:
     assert filled(3).to_numpy().get_return() == 4.5
 
 
-def test_the_duration_runs_from_the_reset_to_the_newest_step_over_cuts_and_copies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_duration_runs_from_reset_to_newest_step_over_cuts_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("rollflow.stream.episodes.single_agent.time", SimpleNamespace(perf_counter=lambda: now))
     episode = SingleAgentEpisode("e")

@@ -30,9 +30,7 @@ def test_what_an_abandoned_channel_held_and_gets_is_counted_as_dropped() -> None
     st.integers(1, 4),
     st.sampled_from(["block", "drop_oldest", "latest"]),
 )
-def test_what_was_taken_in_has_been_given_or_dropped_or_is_held(
-    operations: list[str], capacity: int, overflow: Any
-) -> None:
+def test_what_was_taken_in_was_given_dropped_or_is_held(operations: list[str], capacity: int, overflow: Any) -> None:
     channel: Channel[int] = Channel("c", capacity, overflow)
     taken, held, dropped = 0, deque[int](), 0
     for number, operation in enumerate(operations):

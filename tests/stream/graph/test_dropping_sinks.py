@@ -85,9 +85,7 @@ def test_only_sinks_whose_every_edge_drops_get_a_thread() -> None:
 @pytest.mark.parametrize("gives", [False, True], ids=["sink", "outlet"])
 @pytest.mark.parametrize("overflow", ["block", "drop_oldest"])
 @pytest.mark.parametrize("where", ["inline", "thread"])
-def test_the_report_names_a_slow_node_if_and_only_if_it_holds_others_back(
-    where: Any, overflow: Any, gives: bool
-) -> None:
+def test_the_report_names_a_slow_node_only_if_it_holds_others_back(where: Any, overflow: Any, gives: bool) -> None:
     graph = graph_with(HeldOn() if gives else Held(), overflow, where)
     slow, learner = NodeMeter("slow"), NodeMeter("learner")
     slow.busy_ns, learner.busy_ns = 950_000_000, 150_000_000

@@ -122,9 +122,7 @@ async def test_a_reader_that_is_still_at_work_is_named_and_nothing_counts_once_t
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_tasks", [True, False])
-async def test_the_caller_is_busy_while_one_of_the_tasks_works_that_read_outputs(
-    clock: ToldClock, *, in_tasks: bool
-) -> None:
+async def test_the_caller_is_busy_while_a_task_works_that_reads_outputs(clock: ToldClock, *, in_tasks: bool) -> None:
     graph = drawn(
         "numbers >> twice", outputs={"plain": "numbers", "doubled": "twice"}, numbers=three, twice=lambda number: number
     )

@@ -165,9 +165,7 @@ class Exhausted(socket.socket):
         return super().accept()
 
 
-def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
-    looped: Looped, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_listener_that_can_let_nobody_in_is_left_a_while(looped: Looped, caplog: pytest.LogCaptureFixture) -> None:
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

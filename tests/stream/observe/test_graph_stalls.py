@@ -291,9 +291,7 @@ async def test_functions_and_readers_that_take_their_time_are_not_said_to_hold_u
     assert "event loop" not in caplog.text
 
 
-async def test_a_callback_that_holds_up_the_event_loop_is_what_a_stalled_run_waits_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_stalled_run_waits_for_a_callback_that_holds_up_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     """And not a node whose results wait in a thread."""
     is_held, told = threading.Event(), "the event loop is held up by a task or a callback since "
 

@@ -132,8 +132,6 @@ def test_texts_are_no_markup() -> None:
         ([2.0, 2.0], "0.0,38.0 240.0,38.0"),
     ],
 )
-def test_a_plot_goes_from_the_first_to_the_last_and_from_the_lowest_to_the_highest(
-    values: list[float], points: str
-) -> None:
+def test_a_plot_goes_from_first_to_last_and_from_lowest_to_highest(values: list[float], points: str) -> None:
     assert f'points="{points}"' in svg.plot(values, "rewards")
     assert svg.plot([], "rewards") == svg.plot([float("nan")], "rewards") == ""

@@ -143,9 +143,7 @@ def test_a_process_that_is_not_there_gives_nothing() -> None:
     assert dumps_of(1 << 22, 2.0) is None
 
 
-def test_a_forked_process_answers_for_itself_whatever_a_thread_of_its_parent_was_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forked_process_answers_for_itself_whatever_its_parents_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
     is_within, goes, make = threading.Event(), threading.Event(), stacks._dump_file
 
     def held(name: str) -> IO[bytes]:

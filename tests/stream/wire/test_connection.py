@@ -47,9 +47,7 @@ def test_a_lane_that_failed_is_reset_next() -> None:
         (hello(), "order", "hello from a host"),
     ],
 )
-def test_a_host_that_breaks_the_protocol_is_refused_and_heard_no_more(
-    answer: wire.Message, code: str, told: str
-) -> None:
+def test_a_host_that_breaks_the_protocol_is_refused_for_good(answer: wire.Message, code: str, told: str) -> None:
     ends, _ = stepping()
     good = frame_as(wire.Failed(0, 2, "E", "", (), ""))
     events = ends.gateway.receive(frame_as(answer) + good, 1.0)

@@ -46,9 +46,7 @@ def test_the_secret_is_not_sent_and_the_proofs_are_those_of_the_documentation() 
         (SECRET, None, "the gateway asks for no secret, and this host has one"),
     ],
 )
-def test_secrets_that_differ_are_said_to_both(
-    host_secret: bytes | None, gateway_secret: bytes | None, told: str
-) -> None:
+def test_secrets_that_differ_are_told_both(host_secret: bytes | None, gateway_secret: bytes | None, told: str) -> None:
     ends = Ends(host_secret=host_secret, gateway_secret=gateway_secret)
     errors = [
         event
@@ -113,9 +111,7 @@ def test_whoever_changes_the_hello_or_the_challenge_on_its_way_is_found_out(data
         ({"slots": ()}, "message", "hello.slots is empty"),
     ],
 )
-def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
-    changed: dict[str, Any], code: str, told: str
-) -> None:
+def test_a_hello_that_can_not_be_met_is_refused_by_host_name(changed: dict[str, Any], code: str, told: str) -> None:
     ends = Ends()
     events = ends.gateway.receive(frame_as(hello(**changed)), 0.0)
     with refusing(code, f"^host 'sim-1': {told}"):

@@ -60,9 +60,7 @@ def test_a_drained_rollout_waits_for_no_host_that_is_frozen(caplog: pytest.LogCa
     assert error.text == f"lane 0: {why}"
 
 
-def test_a_lane_that_resets_when_the_rollout_is_drained_is_not_told_as_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lane_that_resets_at_a_drain_is_not_told_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = listening()
     with hosting(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])]):
         try:
@@ -224,9 +222,7 @@ def test_limits_of_hosts_are_kept() -> None:
 
 @pytest.mark.parametrize("kind", [ONE, SEVERAL], ids=["one agent", "several agents"])
 @pytest.mark.parametrize("max_wait", [None, 0.0, 1e-3], ids=["in a thread", "joint", "joint after a wait"])
-def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(
-    kind: Kind, max_wait: float | None, tmp_path: Path
-) -> None:
+def test_a_late_host_with_many_lanes_is_room_made_for(kind: Kind, max_wait: float | None, tmp_path: Path) -> None:
     envs = listening()
     joint = None if max_wait is None else Forward(max_batch=kind.max_batch, max_wait=max_wait)
     options = {"forward": joint or Forward(in_thread=True)}

@@ -76,9 +76,7 @@ def test_a_gateway_that_welcomes_a_busy_host_is_refused_and_the_other_goes_on(tm
         one.end()
 
 
-def test_the_newer_connection_of_a_gateway_takes_the_place_of_the_older(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gateways_newer_connection_replaces_the_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with listening_host(tmp_path) as address:
         older, session = served(address)

@@ -66,9 +66,7 @@ def is_forked(process: WorkerProcess) -> bool:
 
 
 @either
-def test_a_process_is_as_the_one_that_starts_it(
-    preload: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_as_its_starter(preload: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with worker(preload):  # a server goes on
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("NEW", "1")

@@ -60,9 +60,7 @@ MAKERS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("place", ["processes", "rollouts", "hosts"])
 @pytest.mark.parametrize("agents", MAKERS)
-def test_an_info_goes_to_other_processes_as_its_plain_values(
-    agents: str, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_info_goes_elsewhere_as_its_plain_values(agents: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     has_several = agents == "several agents"
     kind, module = (MultiAgentRollout, SerialModule()) if has_several else (Rollout, RandomModule)

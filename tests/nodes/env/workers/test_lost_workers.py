@@ -95,9 +95,7 @@ def test_what_is_open_ends_as_truncated_and_says_why(
     assert why in record.getMessage()
 
 
-def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_fails_again_and_again_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     makers = [partial(Doomed, slot, tmp_path, "raise", 3, 100 * (slot == 1)) for slot in range(3)]
     options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 4, "seed": 0}
     told = "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke"
@@ -162,9 +160,7 @@ class KillsAll(Doomed):
 
 
 @pytest.mark.slow
-def test_a_traceback_is_logged_once_however_many_are_lost_without_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_traceback_is_logged_once_however_many_have_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     makers: list[Any] = [partial(KillsAll, tmp_path, 16), *(partial(NumberedEnv, slot) for slot in range(1, 16))]
     makers.append(partial(Doomed, 16, tmp_path, "raise", 3, 100))
     options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 100}
@@ -178,9 +174,7 @@ def test_a_traceback_is_logged_once_however_many_are_lost_without_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
-    where: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_is_set_aside_before_it_began_holds_nobody_up(where: Any, caplog: pytest.LogCaptureFixture) -> None:
     makers = [partial(NeverReset if slot == 1 else NumberedEnv, slot) for slot in range(3)]
     options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
     with Rollout(makers, where=where, lanes=3, workers=2, **options) as rollout:

@@ -88,7 +88,7 @@ class FailsOnce(Doomed):
 @pytest.mark.wait_times(first_pause_s=0.01)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_one_that_can_not_be_made_again_at_first_is_made_later(
+def test_one_not_made_again_at_first_is_made_later(
     where: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 3, "seed": 0}

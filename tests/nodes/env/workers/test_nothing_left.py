@@ -57,9 +57,7 @@ def ran(where: str, ending: str) -> None:
 @pytest.mark.parametrize(
     ("where", "ending"), [*((where, ending) for where in WORKERS for ending in ENDINGS), ("auto", "left")]
 )
-def test_nothing_is_left_in_this_process(
-    where: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_here(where: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = held_here()
     with suppress(ZeroDivisionError):
@@ -257,9 +255,7 @@ class Forks(NumberedEnv):
 
 
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_what_an_environment_has_forked_ends_with_its_worker_and_does_not_hide_its_end(
-    tmp_path: Path, where: Any
-) -> None:
+def test_what_an_environment_forked_ends_with_its_worker_and_hides_nothing(tmp_path: Path, where: Any) -> None:
     def await_end(lives: int) -> None:
         pids = (tmp_path / "pids").read_text().split()
         assert len(pids) == 2 * lives

@@ -63,9 +63,7 @@ def test_bad_numbers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("num_envs", "workers", "advice"), [(2, 2, "1 run; lanes=2 would use 2"), (3, 64, "1 run; lanes=3 would use 3")]
 )
-def test_more_workers_than_lanes_are_told_of(
-    num_envs: int, workers: int, advice: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_many_workers_are_told(num_envs: int, workers: int, advice: str, caplog: pytest.LogCaptureFixture) -> None:
     with Rollout("CartPole-v1", num_envs=num_envs, lanes=1, where="processes", workers=workers):
         assert f"workers={workers}, but each of 1 lanes is in one worker: {advice} (" in f"{caplog.messages[0]} ("
 

@@ -78,9 +78,7 @@ def test_resets_that_can_not_be_told_from_their_step_add_to_its_time() -> None:
     assert watched._until[0] == 6.0
 
 
-def test_a_call_takes_its_time_on_the_clock_of_waits_and_its_span_is_on_that_of_traces(
-    forward: Callable[[float], None],
-) -> None:
+def test_a_call_takes_time_on_the_clock_of_waits_and_its_span_on_traces(forward: Callable[[float], None]) -> None:
     watched, lane = ProgressWatch(9.0, 9.0, lambda lane: (0, Activity.STEP)), Mock(index=0, is_set_aside=False)
     source = Mock(deadlines=watched, remotes=[lane], call_times=CallTimes())
     source._completed = lambda: [lane]
