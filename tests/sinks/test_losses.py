@@ -272,9 +272,8 @@ class Stumbles(NumberedEnv):
 @pytest.mark.parametrize("is_in_graph", [False, True])
 def test_a_vector_step_that_raises_is_lost_with_what_its_environments_made(where: Any, is_in_graph: bool) -> None:
     envs = [NumberedEnv(0), Stumbles(1)]
-    rollout = Rollout(
-        [lambda: envs[0], lambda: envs[1]], module=NumberedModule(), lanes=1, fragment_length=3, where=where
-    )
+    makers = [lambda: envs[0], lambda: envs[1]]
+    rollout = Rollout(makers, module=NumberedModule(), lanes=1, fragment_length=3, where=where)
     drawn = Setting(False, False, "output", False, 1, "env", 99, 1, 3, 1, 0, 0)
     taker = Taker(drawn.items)
     with pytest.raises(Broken):

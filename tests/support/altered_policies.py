@@ -13,22 +13,8 @@ from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, check
 MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
 FORBIDDEN = ["os:system", "subprocess:Popen", "builtins:eval", "rollflow.nodes.policies.policy:Policy", "__main__:x"]
 FORBIDDEN += ["rollflow.Rollout", "rollflow.EnvHost", "rollflow.DefaultModule", "numpy:load", "", "x"]
-HOSTILE: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    10**9,
-    10**30,
-    1e308,
-    "",
-    "nan",
-    "../../etc/passwd",
-    [],
-    {},
-    [[]],
-    {"$array": "x"},
-]
+HOSTILE: list[Any] = [None, True, -1, 0, 10**9, 10**30, 1e308, "", "nan", "../../etc/passwd"]
+HOSTILE += [[], {}, [[]], {"$array": "x"}]
 HOSTILE += [{"$tuple": 3}, {"$float": "x"}, {"$function": "os:system"}, {"$space": {}}, {"$dict": [[[], 1]]}]
 
 

@@ -26,11 +26,8 @@ def vector(item: int) -> Any:
 
 
 def outputs_of(item: int) -> dict[str, Any]:
-    return {
-        "action_logp": np.float32(-1.0 - item % 3),
-        "vf_preds": np.float32(item % 5),
-        "state_out": {"h": vector(item)},
-    }
+    logp, value = np.float32(-1.0 - item % 3), np.float32(item % 5)
+    return {"action_logp": logp, "vf_preds": value, "state_out": {"h": vector(item)}}
 
 
 def steps_of(told: Told) -> list[dict[str, Any]]:

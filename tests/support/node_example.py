@@ -33,15 +33,8 @@ def folder(node: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("node")
     shutil.copytree(ROOT / EXAMPLE, copy / EXAMPLE)
     shutil.copytree(ROOT / "docs", copy / "docs")
-    install = [
-        "npm",
-        "install",
-        "--prefer-offline",
-        "--fetch-retries=0",
-        "--no-audit",
-        "--no-fund",
-        "--no-package-lock",
-    ]
+    install = ["npm", "install", "--prefer-offline", "--fetch-retries=0"]
+    install += ["--no-audit", "--no-fund", "--no-package-lock"]
     try:
         subprocess.run(install, cwd=copy / EXAMPLE, check=True, capture_output=True, text=True, timeout=60)
     except subprocess.CalledProcessError as error:

@@ -138,9 +138,8 @@ class Slots(LaneEpisodes):
 
     def __getitem__(self, index: Any) -> Any:
         self.listed += index == 0
-        return [SingleAgentEpisode(str(i), observations=[np.float64(i)], len_lookback_buffer=0) for i in range(3)][
-            index
-        ]
+        made = [SingleAgentEpisode(str(i), observations=[np.float64(i)], len_lookback_buffer=0) for i in range(3)]
+        return made[index]
 
     def newest(self) -> Any:
         return self.row

@@ -401,11 +401,8 @@ def test_every_episode_gets_one_more_step(numpy: bool) -> None:
     assert batch["truncateds"].tolist() == [False, False, False, True, False, False, False]
     assert {batch[name].dtype.name for name in batch} == {"bool"}
     assert [len(chunk) for chunk in chunks] == [3, 2, 2]
-    assert [(chunk.is_terminated, chunk.is_truncated) for chunk in chunks] == [
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
+    assert [chunk.is_terminated for chunk in chunks] == [True, False, False]
+    assert [chunk.is_truncated for chunk in chunks] == [False, True, True]
     first = chunks[0]
     assert list(first.get_observations()) == [0, 1, 2, 2]
     assert first.get_infos() == [{"at": 0}, {"at": 1}, {"at": 2}, {"at": 2}]
@@ -602,9 +599,8 @@ def test_pieces_may_stand_after_the_tensors_too(name: str, nested: bool) -> None
 def test_next_observations_and_infos_are_those_of_the_step_after_and_before(options: dict[str, Any]) -> None:
     fragments, module = fragments_of(**options)
     pieces = [AddInfosFromEpisodesToTrainBatch(), AddNextObservationsFromEpisodesToTrainBatch()]
-    batch = LearnerConnectorPipeline.default(custom_pieces=pieces)(
-        rl_module=module, episodes=FragmentEpisodes(fragments)
-    )
+    pipeline = LearnerConnectorPipeline.default(custom_pieces=pieces)
+    batch = pipeline(rl_module=module, episodes=FragmentEpisodes(fragments))
     before, after = (batch[name]["at"] if options["nested"] else batch[name] for name in ("obs", "new_obs"))
     assert torch.equal(after, before + torch.tensor([0, 0, 1]))
     assert [info["number"] for info in batch["infos"]] == (10_000 * before[:, 1] + before[:, 2]).tolist()
@@ -631,10 +627,7 @@ def double(batch: Any, episodes: Any, shared_data: Any) -> None:
     shared_data[LAST_OBSERVATIONS] = np.stack([2 * each.get_observations(-1) for each in episodes])
 
 
-MAKES_NEXT: list[Callable[[], ConnectorV2]] = [
-    AddNextObservationsFromEpisodesToTrainBatch,
-    lambda: NStepReturns(n_step=1),
-]
+MAKES_NEXT: list[Any] = [AddNextObservationsFromEpisodesToTrainBatch, lambda: NStepReturns(n_step=1)]
 
 
 @pytest.mark.parametrize("make", MAKES_NEXT)
@@ -665,9 +658,8 @@ def test_next_observations_of_another_kind_than_the_batchs_are_refused(make: Cal
 @pytest.mark.parametrize("name", ["next observations", "returns to go", "three steps"])
 def test_a_piece_that_wants_steps_is_refused_behind_rows_of_several(name: str) -> None:
     batch = {"obs": np.zeros((2, 2)), "seq_lens": np.array([2, 1])}
-    with pytest.raises(
-        ConnectorError, match=r"the batch has rows of several: .* stands before AddTimeDimToBatchAndZero"
-    ):
+    told = r"the batch has rows of several: .* stands before AddTimeDimToBatchAndZero"
+    with pytest.raises(ConnectorError, match=told):
         PIECES[name]()[0](rl_module=Tens(), batch=batch, episodes=[episode([1, 2, 4])])
 
 
@@ -729,9 +721,7 @@ def test_chunks_of_one_episode_are_kept_in_order_also_without_a_step() -> None:
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_is_told_with_its_place(name: str, reward: float) -> None:
     chunks = [episode([1, 2]), episode([4, reward, 1])]
-    with pytest.raises(
-        ConnectorError, match=rf"episode '{chunks[1].id_}', step 1 of its chunk: the reward is {reward}"
-    ):
+    with pytest.raises(ConnectorError, match=f"episode '{chunks[1].id_}', step 1 of its chunk: the reward is {reward}"):
         PIECES[name]()[0](rl_module=Tens(), batch={}, episodes=chunks)
 
 

@@ -294,9 +294,8 @@ def test_statistics_are_not_lost_without_a_word() -> None:
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_an_observation_that_is_not_finite_is_refused_before_it_is_counted(number: float) -> None:
     piece = fed([[1.0, 1.0]])
-    with pytest.raises(
-        ConnectorError, match=f"number 1 of the observation of slot 2 is {number}, expected a finite one"
-    ):
+    told = f"number 1 of the observation of slot 2 is {number}, expected a finite one"
+    with pytest.raises(ConnectorError, match=told):
         filtered_together(piece, [[0.0, 0.0], [0.0, 0.0], [0.0, number]])
     assert piece.count == 1
     with pytest.raises(ConnectorError, match="observations of 3 numbers, expected 2, as Box"):

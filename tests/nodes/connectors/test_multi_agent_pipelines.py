@@ -49,9 +49,8 @@ def acted(outputs: dict[str, Any], episodes: list[Any], rl_module: Any = None, *
     """Return the actions for agents "a" and "b" that come of outputs of modules "m" and "n"."""
     shared = {"memorized_map_structure": {"m": [("e", "a")], "n": [("e", "b")]}}
     pipeline = ModuleToEnvPipeline.default(OBSERVATIONS, given_.pop("space", ACTIONS), multi_agent=True, **given_)
-    return pipeline(
-        rl_module=rl_module or modules(), batch=outputs, episodes=episodes, explore=False, shared_data=shared
-    )
+    given: Any = {"episodes": episodes, "explore": False, "shared_data": shared}
+    return pipeline(rl_module=rl_module or modules(), batch=outputs, **given)
 
 
 def both() -> MultiAgentEpisode:

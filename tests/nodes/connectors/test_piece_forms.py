@@ -154,10 +154,8 @@ def test_the_learner_sees_the_stacks_that_the_module_saw(length: int, rows: int,
             assert batch["obs"].tolist() == batch["seen"].tolist()
             chunks = list(fragment.episodes())
             one_by_one = rollout.learner_pipeline(rl_module=rollout.module, episodes=chunks)
-            equal(
-                {name: batch[name].numpy() for name in batch},
-                {name: column.numpy() for name, column in one_by_one.items()},
-            )
+            ours, theirs = ({name: each[name].numpy() for name in each} for each in (batch, one_by_one))
+            equal(ours, theirs)
             ends = np.cumsum([len(chunk) for chunk in chunks]) - 1
             newest = [chunk.get_observations(-1).tolist() for chunk in chunks]
             assert batch["new_obs"][ends, -3:].tolist() == newest

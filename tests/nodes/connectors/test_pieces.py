@@ -338,9 +338,8 @@ def test_an_output_without_actions_or_their_distribution_is_refused() -> None:
 
 
 def test_a_module_without_distributions_needs_an_action_space() -> None:
-    with pytest.raises(
-        ModuleError, match=r"Torch has no get_exploration_action_dist_cls\(\), and GetActions was given"
-    ):
+    told = r"Torch has no get_exploration_action_dist_cls\(\), and GetActions was given"
+    with pytest.raises(ModuleError, match=told):
         call(GetActions(), {"action_dist_inputs": torch.zeros(1, 2)}, explore=True)
 
 

@@ -230,9 +230,8 @@ def test_a_rollout_of_several_agents_does_not_save_undeclared_state(kind: str) -
 def test_auto_does_not_go_where_state_would_be_lost() -> None:
     makers = [partial(NumberedEnv, slot) for slot in range(2)]
     for piece, told in ((Normalizer, "changes 'count'"), (Restores, "given 2 different states")):
-        rollout = Rollout(
-            makers, where="auto", module=NumberedModule(), env_to_module_connector=lambda env, p=piece: p()
-        )
+        acts: Any = {"module": NumberedModule(), "env_to_module_connector": lambda env, p=piece: p()}
+        rollout = Rollout(makers, where="auto", **acts)
         rollout.environments.close()
         assert f"not where='rollouts': it raised StateError: {piece.__name__}" in rollout.placement
         assert told in rollout.placement

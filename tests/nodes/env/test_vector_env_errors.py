@@ -117,9 +117,8 @@ def test_a_vector_environment_whose_reset_gives_the_observations_alone_is_named(
         def reset(self, **kwargs: Any) -> Any:
             return super().reset(**kwargs)[0]
 
-    with pytest.raises(
-        EnvError, match=r"reset gave an array float32\[2, 3\], expected a tuple \(observations, infos\)"
-    ):
+    told = r"reset gave an array float32\[2, 3\], expected a tuple \(observations, infos\)"
+    with pytest.raises(EnvError, match=told):
         fragments_of(Alone(SyncVectorEnv([Odd, Odd])))
 
 

@@ -81,11 +81,8 @@ def transitions_of(fragments: list[Fragment]) -> list[Transition]:
     """All transitions, whose observations join without a gap."""
     found: list[Transition] = []
     for chunk in (chunk for fragment in fragments for chunk in fragment.episodes()):
-        observations, actions, rewards = (
-            chunk.get_observations(slice(0, None)),
-            chunk.get_actions(),
-            chunk.get_rewards(),
-        )
+        observations = chunk.get_observations(slice(0, None))
+        actions, rewards = chunk.get_actions(), chunk.get_rewards()
         for step in range(len(chunk)):
             episode, number = int(observations[step][0]), int(observations[step][1])
             assert observations[step + 1].tolist() == [episode, number + 1, 0]

@@ -97,11 +97,8 @@ def test_json_lines_have_an_object_each_and_null_for_what_json_does_not_know(tmp
 def test_tensorboard_has_a_scalar_for_each_figure(tmp_path: Path, axis: Any, places: list[int]) -> None:
     EventAccumulator = needs("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
 
-    write(
-        f"tensorboard:{tmp_path}/runs/1",
-        row_of(10, axis, **{"train/loss": 0.5}),
-        row_of(20, axis, **{"train/loss": 0.25}),
-    )
+    rows = row_of(10, axis, **{"train/loss": 0.5}), row_of(20, axis, **{"train/loss": 0.25})
+    write(f"tensorboard:{tmp_path}/runs/1", *rows)
     events = EventAccumulator(f"{tmp_path}/runs/1")
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]

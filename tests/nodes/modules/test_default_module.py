@@ -173,9 +173,10 @@ def test_84_by_84_is_the_nature_network() -> None:
     assert shapes == [*convolutions, (512, 64 * 7 * 7), (6, 512), (1, 512)]
 
 
-@pytest.mark.parametrize(
-    "size", [(1, 1), (2, 5), (3, 3), (4, 84), (5, 5), (7, 7), (10, 30), (16, 16), (35, 35), (36, 36)]
-)
+SIZES = [(1, 1), (2, 5), (3, 3), (4, 84), (5, 5), (7, 7), (10, 30), (16, 16), (35, 35), (36, 36)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_an_image_of_any_size_has_filters(size: tuple[int, int]) -> None:
     space = spaces.Box(0, 255, (*size, 3), np.uint8)
     module = made(space, conv_filters=None)

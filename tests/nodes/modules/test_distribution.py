@@ -185,10 +185,8 @@ def test_a_bit_that_is_ruled_out_is_as_if_it_were_not_there() -> None:
     allowed = torch.tensor([[0.5]], requires_grad=True)
     logits = torch.tensor([[0.5, -torch.inf]], requires_grad=True)
     ours, alone = made.from_logits(logits), one_bit.from_logits(allowed)
-    other, other_alone = (
-        made.from_logits(torch.tensor([[-1.0, -torch.inf]])),
-        one_bit.from_logits(torch.tensor([[-1.0]])),
-    )
+    other = made.from_logits(torch.tensor([[-1.0, -torch.inf]]))
+    other_alone = one_bit.from_logits(torch.tensor([[-1.0]]))
     for bit in (0, 1):
         agree(ours.logp(torch.tensor([[bit, 0]])), alone.logp(torch.tensor([[bit]])))
         assert ours.logp(torch.tensor([[bit, 1]])).tolist() == [-torch.inf]

@@ -90,6 +90,7 @@ def assert_same_trace(before: Any, after: Any, *, with_generator: bool = True) -
 
 
 PIECES: Any = [GeneralAdvantageEstimation, VTrace, Asks]
+WAYS = ["batches", "pipeline", "learner", "dataset", "by itself", "agents", "agents published"]
 MODULES: Any = {
     "module": {"one": Net, "two": Net},
     "agent_to_module_mapping_fn": lambda agent, episode, **kwargs: {"a": "one", "b": "two"}[agent],
@@ -102,9 +103,7 @@ def pair() -> Together:
 
 
 @pytest.mark.parametrize("piece", PIECES)
-@pytest.mark.parametrize(
-    "place", ["batches", "pipeline", "learner", "dataset", "by itself", "agents", "agents published"]
-)
+@pytest.mark.parametrize("place", WAYS)
 def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_path: Any) -> None:
     connector = lambda obs_space, act_space: piece()  # noqa: E731
     options: Any = {"num_envs": 4, "fragment_length": 8, "num_fragments": 2, "seed": 0, "learner_connector": connector}

@@ -169,10 +169,8 @@ def test_a_function_that_can_be_imported_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lambda", "object", "partial"])
 def test_what_can_not_be_found_again_is_not_saved(name: str, tmp_path: Path) -> None:
-    with (
-        Rollout(Counts, module=POLICIES[name], num_envs=1, seed=0) as rollout,
-        pytest.raises(PolicyError, match="given"),
-    ):
+    refused = pytest.raises(PolicyError, match="given")
+    with Rollout(Counts, module=POLICIES[name], num_envs=1, seed=0) as rollout, refused:
         rollout.save_policy(tmp_path / "policy")
     assert not (tmp_path / "policy").exists()
 

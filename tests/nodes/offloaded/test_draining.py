@@ -386,10 +386,8 @@ def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, lane_clock: LaneC
 
 def test_a_host_that_comes_while_the_rollout_ends_is_given_nothing(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[5])]),
-        rollout_over(envs, prefetch=1) as rollout,
-    ):
+    held = rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[5])])
+    with held, rollout_over(envs, prefetch=1) as rollout:
         await_held(tmp_path, 0)
 
         def join() -> None:

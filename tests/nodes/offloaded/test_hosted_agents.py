@@ -94,8 +94,7 @@ def test_modules_come_and_go_before_the_run_alone() -> None:
         next(iter(rollout.fragments()))
         with pytest.raises(ModuleError, match="'third' can't come or go while whole rollouts are done elsewhere"):
             rollout.add_module("third", SerialModule())
-        with pytest.raises(
-            ModuleError, match="'default_policy' can't come or go while whole rollouts are done elsewhere"
-        ):
+        told = "'default_policy' can't come or go while whole rollouts are done elsewhere"
+        with pytest.raises(ModuleError, match=told):
             rollout.remove_module("default_policy")
         rollout.close()

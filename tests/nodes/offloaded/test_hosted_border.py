@@ -216,10 +216,8 @@ def test_an_environment_that_has_failed_and_can_not_be_closed_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Clinging, "has_raised", False)
-    with (
-        hosted([partial(Clinging, 0, lengths=(9, 9))], num_fragments=3) as (rollout, _),
-        caplog.at_level(logging.WARNING),
-    ):
+    clinging = [partial(Clinging, 0, lengths=(9, 9))]
+    with hosted(clinging, num_fragments=3) as (rollout, _), caplog.at_level(logging.WARNING):
         fragments = list(rollout.fragments())
     assert [fragment.num_rows for fragment in fragments] == [5, 8, 8]
     assert "environments can't be closed: OSError: it can't be closed" in caplog.text

@@ -137,10 +137,8 @@ HEARD: dict[str, tuple[Change, str]] = {
 def raw_beside(**connectors: Any) -> Iterator[tuple[Rollout, Iterator[Fragment], RawRollouts]]:
     """A rollout with a real host of slots 0 and 1, and one made by hand that has joined."""
     envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], makers(0, 1), **connectors),
-        rollout_over(envs, prefetch=2, **connectors) as rollout,
-    ):
+    real = rollouts_on(envs.addresses[0], makers(0, 1), **connectors)
+    with real, rollout_over(envs, prefetch=2, **connectors) as rollout:
         fragments = iter(rollout.fragments())
         raw = RawRollouts(envs.addresses[0], connectors=connectors)
         try:

@@ -212,8 +212,6 @@ def locked(env: Any) -> OneByOne:
 
 def test_what_can_not_be_pickled_is_named() -> None:
     rollout = Rollout(partial(NumberedEnv, 0), where="rollouts", workers=1, env_to_module_connector=locked)
-    with (
-        rollout,
-        pytest.raises(EnvError, match="env_to_module, piece 'OneByOne' can't be handed to a worker process: "),
-    ):
+    told = "env_to_module, piece 'OneByOne' can't be handed to a worker process: "
+    with rollout, pytest.raises(EnvError, match=told):
         next(iter(rollout.fragments()))

@@ -108,9 +108,8 @@ def test_a_state_that_workers_would_overwrite_is_refused_while_they_run(after: b
     pipeline.set_state({"Merges": {"count": 100}})
     with rollout:
         next(iter(rollout.fragments()))
-        with pytest.raises(
-            StateError, match=f"{pipeline.name} is given a state, but the workers or hosts of a rollout"
-        ):
+        told = f"{pipeline.name} is given a state, but the workers or hosts of a rollout"
+        with pytest.raises(StateError, match=told):
             pipeline.set_state({"Merges": {"count": 0}})
         next(iter(rollout.fragments()))
         assert pipeline.get_state()["Merges"]["count"] > 100

@@ -80,11 +80,8 @@ def test_numbers_that_moved_come_from_where_the_mapping_says(order: list[int], c
 def test_numbers_are_scaled_kept_and_filled_as_the_mapping_says() -> None:
     old, new = box((-1.0, 1.0), (0.0, 10.0), (0.0, 1.0)), box((0.0, 4.0), (0.0, 20.0), (-5.0, 5.0))
     given = np.array([1.0, 6.0, 0.5], np.float32)
-    fields: Any = {
-        "observation[0]": ["observation[0]", 0.5, -1.0],
-        "observation[1]": "observation[1]",
-        "observation[2]": 0.25,
-    }
+    fields: Any = {"observation[0]": ["observation[0]", 0.5, -1.0], "observation[2]": 0.25}
+    fields["observation[1]"] = "observation[1]"
     np.testing.assert_allclose(shown(old, new, given, fields), [-0.5, 6.0, 0.25])
     np.testing.assert_allclose(shown(old, new, given, {"observation": "observation"}), given)
     np.testing.assert_allclose(shown(old, new, given, {"observation": 0.5}), [0.5, 0.5, 0.5])

@@ -162,13 +162,8 @@ def mutate(value: Any, rng: random.Random) -> None:
         if rng.random() < 0.2:
             del container[key]
         else:
-            names = [
-                *FORBIDDEN,
-                "antigravity:fly",
-                "aten.from_file.default",
-                "aten.full.default",
-                "aten.set_.source_Tensor",
-            ]
+            names = [*FORBIDDEN, "antigravity:fly"]
+            names += ["aten.from_file.default", "aten.full.default", "aten.set_.source_Tensor"]
             container[key] = rng.choice([*HOSTILE, *names])
 
 

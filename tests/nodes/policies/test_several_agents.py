@@ -31,11 +31,8 @@ def pieces(part: Any) -> list[Any]:
     """Pieces that look back, for the walkers; a filter for the masked one."""
     if "cat" in part.agents:
         return [MeanStdFilter(update_stats=False)]
-    return [
-        PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2),
-        FlattenObservations(),
-        FrameStacking(num_frames=2),
-    ]
+    previous = PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2)
+    return [previous, FlattenObservations(), FrameStacking(num_frames=2)]
 
 
 def rollout_over(env: Together, **kwargs: Any) -> MultiAgentRollout:

@@ -63,9 +63,8 @@ def ending_in(ending: str, *, several: bool, **options: Any) -> tuple[list[Any],
     options["num_fragments"] = 3 if ending == "ended" else None
     if several:
         if ending == "module":
-            options["module"] = {
-                f"{kind} {place}": BreakingModule(9) for kind in ("nested", "plain") for place in (0, 1)
-            }
+            names = ("nested 0", "nested 1", "plain 0", "plain 1")
+            options["module"] = {name: BreakingModule(9) for name in names}
         envs, rollout = made(DRAWN, **options)
         if ending == "env":
             envs[1].step = breaking(envs[1].step)

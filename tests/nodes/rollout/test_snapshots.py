@@ -100,9 +100,8 @@ def with_returns() -> dict[str, Any]:
         taken.append(found)
         of_parts = [part["figures"] for part in found["parts"].values()]
         have_returns = all({"rollout/ep_rew_mean", "policy/lag"} <= each.keys() for each in of_parts)
-        return bool(
-            have_returns and found["nodes"]["sink"]["items"] and all(each["time/iterations"] for each in of_parts)
-        )
+        counted = all(each["time/iterations"] for each in of_parts)
+        return bool(have_returns and found["nodes"]["sink"]["items"] and counted)
 
     await_that(is_there, lambda: taken[-1])
     return taken[-1]

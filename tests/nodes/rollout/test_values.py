@@ -50,14 +50,8 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObse
 from rollflow.sinks import Sequences
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
-PLACES = [
-    "inline",
-    "threads",
-    "processes",
-    "rollouts",
-    "hosts",
-    pytest.param("hosted rollouts", marks=pytest.mark.slow),
-]
+HOSTED = pytest.param("hosted rollouts", marks=pytest.mark.slow)
+PLACES = ["inline", "threads", "processes", "rollouts", "hosts", HOSTED]
 
 
 def in_place(place: str, drawn: st.SearchStrategy[Any]) -> Callable[[Callable[[Any], None]], None]:

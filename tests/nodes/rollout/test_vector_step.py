@@ -41,10 +41,8 @@ class Vectorized(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> Any:
         self._steps += 1
-        ends, rewards = (
-            np.full(self.num_envs, self._steps % 8 == 7),
-            np.full(self.num_envs, self._steps % 8 != 0, float),
-        )
+        ends = np.full(self.num_envs, self._steps % 8 == 7)
+        rewards = np.full(self.num_envs, self._steps % 8 != 0, float)
         return self._observations, rewards, ends, np.zeros(self.num_envs, bool), {}
 
 

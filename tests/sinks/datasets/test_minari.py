@@ -92,11 +92,8 @@ def test_what_minari_has_written_is_a_source_and_can_be_written_on(tmp_path: Pat
     source = DatasetSource(root / "mine-v0")
     episodes = list(source.episodes())
     assert [len(each) for each in episodes] == [3, 1, 4]
-    assert [(each.is_terminated, each.is_truncated) for each in episodes] == [
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
+    assert [each.is_terminated for each in episodes] == [True, False, False]
+    assert [each.is_truncated for each in episodes] == [False, True, True]
     assert ["cut" in each.custom_data for each in episodes] == [False, False, True]
     assert episodes[2].get_observations().tolist() == [[2, 0], [2, 1], [2, 2], [2, 3], [2, 4]]
     assert episodes[2].get_rewards().tolist() == [0, 1, 2, 3]

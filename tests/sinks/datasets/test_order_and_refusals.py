@@ -94,9 +94,8 @@ def test_a_loaded_state_goes_on_exactly(
         write_dataset(fragments_of(count=4), path)
 
     def source() -> DatasetSource:
-        return DatasetSource(
-            path, batch_size=17, shuffle_seed=seed, passes=2, window_steps=30, complete_episodes=complete
-        )
+        options: Any = {"passes": 2, "window_steps": 30, "complete_episodes": complete}
+        return DatasetSource(path, batch_size=17, shuffle_seed=seed, **options)
 
     run = source()
     made, states = [], [run.state_dict()]
@@ -197,10 +196,8 @@ def test_only_the_outputs_that_are_asked_for_are_written(played: Played, tmp_pat
 
 def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played: Played) -> None:
     nested = Played(slots=1, fragments=1, nested=True).fragments[0]
-    with (
-        DatasetSink(path) as sink,
-        pytest.raises(DatasetError, match=r"observation_space is .* but .* in the fragment"),
-    ):
+    told = "observation_space is .* but .* in the fragment"
+    with DatasetSink(path) as sink, pytest.raises(DatasetError, match=told):
         sink(nested)
     with (
         DatasetSink(path, extra=()) as sink,

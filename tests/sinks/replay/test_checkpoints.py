@@ -185,9 +185,8 @@ def test_whole_episodes_are_those_of_the_state_that_was_taken_last() -> None:
 def test_one_replay_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     replay = prioritized()
     with CheckpointFolder(tmp_path / "new" / "replay").held():  # as a host does, in this process or in another
-        with pytest.raises(
-            ReplayError, match=r"another replay, or a replay host, writes to .*, expected one at a time"
-        ):
+        told = "another replay, or a replay host, writes to .*, expected one at a time"
+        with pytest.raises(ReplayError, match=told):
             replay.save(tmp_path / "new" / "replay")
     replay.save(tmp_path / "new" / "replay")
 

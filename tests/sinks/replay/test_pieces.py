@@ -45,10 +45,8 @@ def test_rewards_over_n_steps_are_those_of_the_episode(n_step: int, frames: int,
             assert (bool(batch["terminateds"][place]), bool(batch["truncateds"][place])) == ends
 
 
-SEEN = {
-    "observation": gym.spaces.Box(-1, 999, (3,), np.float32),
-    "achieved_goal": gym.spaces.Box(-1, 999, (1,), np.int32),
-}
+GOAL = gym.spaces.Box(-1, 999, (1,), np.int32)
+SEEN = {"observation": gym.spaces.Box(-1, 999, (3,), np.float32), "achieved_goal": GOAL}
 DESIRED = gym.spaces.Box(-1, 999, (1,), np.float64)
 
 
@@ -124,10 +122,8 @@ def test_n_steps_behind_goals_sum_up_the_rewards_for_the_goal_of_the_row(
     options: dict[str, Any], share: float, ends_at_goal: bool
 ) -> None:
     ends = goal_reached if ends_at_goal else None
-    pieces = [
-        HindsightGoals(goal_reward, share=share, compute_terminated=ends),
-        SampledNStepReturns(n_step=3, gamma=0.5),
-    ]
+    goals = HindsightGoals(goal_reward, share=share, compute_terminated=ends)
+    pieces = [goals, SampledNStepReturns(n_step=3, gamma=0.5)]
     options = {name: make() if callable(make) else make for name, make in options.items()}
     replay = Replay(**({"capacity": 2000} | options), pieces=pieces, seed=0)
     goals_met: set[int] = set()

@@ -379,10 +379,8 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(mak
         batches = iter(stream)
         next(batches)
         other = graph_over(make(), stream.address, name="other")
-        with (
-            pytest.raises(WireError, match=f"{told}, as NumberedModule of rollout feed .* has"),
-            running(*other) as feed,
-        ):
+        refused = pytest.raises(WireError, match=f"{told}, as NumberedModule of rollout feed .* has")
+        with refused, running(*other) as feed:
             while not feed.ended.done():
                 next(batches)
             feed.ended.result()

@@ -257,14 +257,7 @@ class World:
         for place in range(4):
             rollout.work(place)
             rollout.give()
-        for act in (
-            self.send,
-            self.arrive_up,
-            self.arrive_up,
-            self.arrive_down,
-            self.arrive_down,
-            self.trainer.publish,
-        ):
+        for act in (self.send, *[self.arrive_up] * 2, *[self.arrive_down] * 2, self.trainer.publish):
             act()
         self.ask()
 

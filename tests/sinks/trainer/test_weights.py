@@ -120,10 +120,8 @@ def test_weights_of_another_module_that_are_published_too_early_end_the_rollout(
     with trainer(join_timeout=0.5) as stream:
         stream.publish({"bias": torch.zeros(3)})
         parts = graph_over(Rollout("CartPole-v1", fragment_length=8), stream.address)
-        with (
-            pytest.raises(WireError, match="weights do not fit module 'DefaultModule of rollout"),
-            running(*parts) as feed,
-        ):
+        refused = pytest.raises(WireError, match="weights do not fit module 'DefaultModule of rollout")
+        with refused, running(*parts) as feed:
             await_come(stream)
             with pytest.raises(RunError, match=r"0 of 1 rollouts came within 0\.5 s: .* weights do not fit module"):
                 next(iter(stream))

@@ -50,10 +50,8 @@ def test_a_leaf_that_does_not_fit_is_named_by_its_path() -> None:
 
 @pytest.mark.parametrize("nest", [lambda values: values, lambda values: {"a": values}], ids=["array", "nested"])
 def test_numbers_are_cast_within_their_kind_whichever_came_before(nest: Any) -> None:
-    column, small = (
-        Column.empty("x", nest(np.zeros(2, np.float32)), 3),
-        Column.empty("x", nest(np.zeros(2, np.int8)), 2),
-    )
+    column = Column.empty("x", nest(np.zeros(2, np.float32)), 3)
+    small = Column.empty("x", nest(np.zeros(2, np.int8)), 2)
     for row, values in enumerate((np.array([0.5, 1.5]), np.array([2, 3]), np.array([0.5, 1.5], np.float16))):
         column.write(row, nest(values))
     np.testing.assert_equal(column.tree, nest(np.array([[0.5, 1.5], [2, 3], [0.5, 1.5]])))

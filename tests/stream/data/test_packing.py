@@ -115,10 +115,8 @@ def test_what_can_not_be_packed_is_left_out_of_infos_and_told() -> None:
         "custom_data": ({1},),
     }
     kept = sendable(value, told.append)
-    assert [info.dicts if isinstance(info, SlotInfos) else info for info in kept["infos"]] == [
-        [{"b": {"d": 1}}, {"a": 2}],
-        {},
-    ]
+    infos = [info.dicts if isinstance(info, SlotInfos) else info for info in kept["infos"]]
+    assert infos == [[{"b": {"d": 1}}, {"a": 2}], {}]
     assert kept["finals"] == {"infos": [{"w": 3}]}
     assert kept["parts"] == [{"infos": [[[0, {3: 4}], [1, {"y": 5}]]]}]
     assert kept["custom_data"] is value["custom_data"]

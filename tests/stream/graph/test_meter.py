@@ -99,9 +99,8 @@ class HeavyStart:
 
 
 def test_the_time_of_start_is_that_of_the_node_itself() -> None:
-    graph = drawn(
-        "heavy.on > same >> heavy", outputs={"out": "heavy.out"}, heavy=HeavyStart(), same=lambda number: number
-    )
+    nodes = {"heavy": HeavyStart(), "same": lambda number: number}
+    graph = drawn("heavy.on > same >> heavy", outputs={"out": "heavy.out"}, **nodes)
     with InlineRun(graph) as run:
         run.next_outputs()
         assert run.counters.report().bottleneck == "heavy"
@@ -267,10 +266,7 @@ def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:
     learner, none = meter("learner_pipeline", 500), meter("learner_pipeline", 0, items=0)
     part, idle = (node_report(10**9, each, each.read()) for each in (learner, none))
     shown = {node.name: (node.busy_s, node.idle_s) for node in report.moved("caller", part, None).nodes}
-    assert shown == {
-        "env": (0.2, 0.8),
-        "learner_pipeline": (0.5, 0.5),
-        "caller": (pytest.approx(0.2), pytest.approx(0.8)),
-    }
+    caller = pytest.approx(0.2), pytest.approx(0.8)
+    assert shown == {"env": (0.2, 0.8), "learner_pipeline": (0.5, 0.5), "caller": caller}
     assert report.moved("caller", part, None).bottleneck == "learner_pipeline"
     assert [node.name for node in report.moved("caller", idle, None).nodes] == ["env", "caller"]

@@ -135,11 +135,8 @@ def test_a_host_sends_unasked_as_much_as_it_has_credit_for() -> None:
     assert ends.host.credits == 2
     ends.host.tell(wire.Metrics({"a": 2}))
     ends.host.tell(wire.Metrics({"a": 3}))
-    assert [event.metrics for event in ends.to_gateway() if isinstance(event, wire.Metrics)] == [
-        {"a": 1},
-        {"a": 2},
-        {"a": 3},
-    ]
+    metrics = [event.metrics for event in ends.to_gateway() if isinstance(event, wire.Metrics)]
+    assert metrics == [{"a": 1}, {"a": 2}, {"a": 3}]
     assert ends.gateway.credits == ends.host.credits == 0
 
 

@@ -44,9 +44,8 @@ def flags_of(step: VectorStep, envs: MultiAgentEnvs, env: int) -> dict[str, tupl
     for part, of_part in zip(envs.parts, step.parts, strict=True):
         for place, agent in enumerate(part.agents):
             slot = env * len(part.agents) + place
-            told[agent] = tuple(
-                each[slot].item() for each in (of_part.terminateds, of_part.truncateds, of_part.rewards)
-            )
+            of_all = of_part.terminateds, of_part.truncateds, of_part.rewards
+            told[agent] = tuple(each[slot].item() for each in of_all)
     return told
 
 

@@ -20,11 +20,7 @@ Forward = Callable[[float], None]
 
 TICK_S = 0.25
 
-PLACES = [
-    "threads",
-    pytest.param("processes", marks=pytest.mark.slow),
-    pytest.param("rollouts", marks=pytest.mark.slow),
-]
+PLACES = ["threads", "processes", "rollouts"]
 
 
 @pytest.fixture

@@ -43,9 +43,8 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     makers = [partial(Doomed, slot, lives=drawn["lives"] if slot == 0 else 0, **doomed) for slot in range(2 * slots)]
     options: Any = {"module": NumberedModule(), "fragment_length": drawn["fragment_length"], "seed": drawn["seed"]}
     options["timeouts"] = Timeouts(step=3.0 if drawn["fate"] == "stop" else 60.0)
-    with Rollout(
-        makers, lanes=2, workers=2, where="processes", num_fragments=30, prefetch=prefetch, **options
-    ) as rollout:
+    options |= {"lanes": 2, "workers": 2, "num_fragments": 30, "prefetch": prefetch}
+    with Rollout(makers, where="processes", **options) as rollout:
         fragments = list(rollout.fragments())
         lost = rollout.lost.pop("workers", 0)
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)

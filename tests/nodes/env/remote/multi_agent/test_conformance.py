@@ -21,11 +21,8 @@ class Rich(MultiAgentEnv):
         }
     )
     # A space that is sampled from has a generator: every agent has its own.
-    observation_spaces: ClassVar[Any] = {
-        "first": nested,
-        7: gym.spaces.Box(-1, 1, (2,)),
-        -3: gym.spaces.Box(-1, 1, (2,)),
-    }
+    pair = gym.spaces.Box(-1, 1, (2,))
+    observation_spaces: ClassVar[Any] = {"first": nested, 7: pair, -3: pair}
     action_spaces: ClassVar[Any] = {
         "first": gym.spaces.MultiDiscrete([3, 4]),
         7: gym.spaces.Box(-1, 1, (2,)),

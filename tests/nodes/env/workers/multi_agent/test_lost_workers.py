@@ -63,9 +63,8 @@ def test_every_agent_step_of_a_lost_worker_is_in_a_chunk_or_counted(
         check_laws(rollout, fragments, folder, 2 * envs)
     assert sorted({fragment.lane for fragment in fragments}) == [0, 1]
     if where == "rollouts":  # a life that comes to nothing is told of with the next one
-        assert sum(len(fragment.losses) for fragment in fragments if fragment.lane == 1) <= lives * (
-            drawn["workers"] == 1
-        )
+        losses = sum(len(fragment.losses) for fragment in fragments if fragment.lane == 1)
+        assert losses <= lives * (drawn["workers"] == 1)
         assert (step + 1) * lives > 29 * drawn["fragment_length"] or any(fragment.losses for fragment in fragments)
     elif (step + 1) * lives < 29 * drawn["fragment_length"]:
         assert sum(len(fragment.losses) for fragment in fragments if fragment.lane == 0) == lives
