@@ -96,12 +96,7 @@ class EpisodeReturns(EpisodeWindow):
         self._open[lane] = fragments.sequence, so_far
         if not len(chunks.slot):
             return
-        lengths = chunks.stop - chunks.start
-        if len(chunks.slot) == len(so_far) and fragments.row_order is None:  # one chunk for each slot, of all rows
-            rewards = np.add.reduce(fragments.column(Columns.REWARDS), 0, np.float64)
-        else:
-            starts = lengths.cumsum() - lengths
-            rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
+        rewards = fragments.chunk_sums(Columns.REWARDS)
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
         if not np.count_nonzero(done):
@@ -116,7 +111,7 @@ class EpisodeReturns(EpisodeWindow):
             for place in finished.tolist():
                 self.on_finished(_finished(given, place, float(rewards[place])))
         kept = finished[-self._window :]  # the others would be pushed out again
-        self.take(len(finished), rewards[kept].tolist(), (chunks.t_started[kept] + lengths[kept]).tolist())
+        self.take(len(finished), rewards[kept].tolist(), (chunks.t_started + chunks.stop - chunks.start)[kept].tolist())
 
     def forget(self, source: Hashable, lane: int) -> None:
         """Forget the open episodes of a lane that has ended."""
@@ -155,7 +150,8 @@ class AgentReturns(EpisodeWindow):
         if fragments.sequence != last + 1:
             so_far = np.full(num_envs, np.nan)
         begun_here = clock.started >= clock.first
-        sums = np.zeros((num_envs, 1 + max((clock.count(env) for env in range(num_envs)), default=1)))
+        counts = np.bincount([env for _, env, *_ in clock.ends], minlength=num_envs)  # of ends
+        sums = np.zeros((num_envs, 2 + int(counts.max(initial=0))))
         sums[:, 0] = np.where(begun_here, 0.0, so_far)
         for part in fragments.parts:
             _add_chunks(sums, part, clock)
@@ -172,8 +168,7 @@ class AgentReturns(EpisodeWindow):
                 custom_data = dict(fragments.custom_data.get(key, {}))
                 id_, lane = fragments.episode_id(*key), fragments.lane
                 self.on_finished(FinishedEpisode(id_, lane, env, total, length, not is_truncated, custom_data))
-        going = np.array([clock.count(env) - 1 for env in range(num_envs)])
-        self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), going]
+        self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), counts]
         if fragments.is_last:
             self._forget(fragments.lane, len(fragments.parts))
 
@@ -211,7 +206,6 @@ def _add_chunks(sums: NDArray[np.float64], part: AgentFragment, clock: EnvClock)
             sums[slot // agents, clock.nth(slot // agents, vector_step - 1)] += reward
     if not len(chunks.slot):
         return
-    lengths = chunks.stop - chunks.start
-    rewards = np.add.reduceat(part.gather(Columns.REWARDS), np.cumsum(lengths) - lengths, dtype=np.float64)
     envs = chunks.slot // agents
-    np.add.at(sums, (envs, clock.nth_of(envs, part.clock[chunks.start, chunks.slot])), rewards)
+    nths = clock.nth_of(envs, part.clock[chunks.start, chunks.slot])
+    np.add.at(sums, (envs, nths), part.chunk_sums(Columns.REWARDS))

@@ -265,6 +265,15 @@ class Fragment:
         # All indices are valid; the mode "raise" would check each of them first.
         return rows.reshape(shape).take(order, axis=0, mode="clip")
 
+    def chunk_sums(self, name: str) -> NDArray[np.float64]:
+        """f64[C]: the sum of a column's numbers over each chunk."""
+        chunks = self.chunks
+        lengths = chunks.stop - chunks.start
+        if (lengths == self.num_rows).all():
+            sums: NDArray[np.float64] = np.add.reduce(self.column(name), 0, np.float64)[chunks.slot]
+            return sums
+        return np.add.reduceat(self.gather(name), lengths.cumsum() - lengths, dtype=np.float64)
+
     def last_observations(self) -> Tree:
         """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
         chunks = self.chunks

@@ -138,7 +138,8 @@ class AgentLane(SlotLane):
         self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
-        self._blocks: dict[int, SlotBlock | None] = {}  # of these slots in this fragment, by the module's place
+        self._places: dict[int, slice | None] = {}  # of these slots, by the module's place
+        self._blocks: dict[int, SlotBlock | None] = {}  # of them in this fragment, likewise
         self._nobody = self.everyone[:0]
 
     # Recording
@@ -261,6 +262,7 @@ class AgentLane(SlotLane):
         if changed.any():
             slots, modules, self._groups = slots[changed], modules[changed], None
             self._blocks.clear()
+            self._places.clear()
             self.module[slots] = modules
             for row in np.unique(self.at[slots]).tolist():
                 here = self.at[slots] == row
@@ -454,7 +456,9 @@ class AgentLane(SlotLane):
         if self._row is None or self.acting is not self.everyone:
             return None
         if module not in self._blocks:
-            places = places_of(slots, len(self.part.agents), self.layout.num_slots)
+            if module not in self._places:
+                self._places[module] = places_of(slots, len(self.part.agents), self.layout.num_slots)
+            places = self._places[module]
             self._blocks[module] = None if places is None else SlotBlock(self, slots, places)
         return self._blocks[module]
 
