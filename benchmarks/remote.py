@@ -28,6 +28,7 @@ from benchmarks.envs import CountingEnv
 from benchmarks.pairs import FULL, Record, Sizes, in_steady_state, in_turns, record, steps_per_s
 from rollflow import Forward, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import EnvHost, RolloutHost
+from rollflow.nodes.env.environments import ONE_AGENT
 from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 
 HOSTS, HOSTS_A_PROCESS = 200, 50
@@ -52,7 +53,7 @@ def measure(sizes: Sizes, hosts: int = HOSTS) -> list[Record]:
 def _round_trip(sizes: Sizes) -> list[Record]:
     envs = RemoteEnvs.listen("tcp://127.0.0.1:0")
     with _process("host", str(envs.addresses[0]), 1), _process("echo", _free_port()) as port:
-        node = RemoteEnvironments(envs, fragment_length=1 << 20)
+        node = RemoteEnvironments(envs, kind=ONE_AGENT, fragment_length=1 << 20)
         node.make_lanes(lookback=1)
         try:
             lane = _Lane(node)

@@ -31,15 +31,15 @@ BUDGETS = {  # folder -> code lines, classes
         15,
     ),  # own pieces named in errors; a fragment's tensors made at once; fewer calls; modules in turns resolved once
     "nodes/device": (158, 1),  # environments of tensors
-    "nodes/env": (1935, 28),  # environments of several agents, arrays as they are; pools that answer for some
-    "nodes/env/remote": (1701, 19),  # a lane on a host is its own record
-    "nodes/env/workers": (1818, 34),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
+    "nodes/env": (1935, 29),  # environments of several agents, arrays as they are; pools that answer for some; kinds
+    "nodes/env/remote": (1701, 18),  # a lane on a host is its own record
+    "nodes/env/workers": (1818, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
     "nodes/logs": (728, 13),
     "nodes/metrics": (593, 11),  # columns on a device
     "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
-    "nodes/offloaded": (1918, 36),  # rows after which slots end
+    "nodes/offloaded": (1908, 29),  # rows after which slots end
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1574, 21),
     "nodes/stages": (2015, 26),  # rewards that are not finite refused, by rows where slots end apart

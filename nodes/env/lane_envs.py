@@ -501,28 +501,28 @@ class AgentLaneMaker:
 
     makers       callables: one that makes a `MultiAgentVectorEnv`, or one for each dict environment; or a vector
                  environment that a user has made
-    first_env    the number of the first
+    first_slot   the number of the first
     """
 
     makers: Sequence[Any] | MultiAgentVectorEnv
-    first_env: int
+    first_slot: int
 
     @property
     def can_travel(self) -> bool:
         """True if the environments are yet to be made."""
         return not isinstance(self.makers, MultiAgentVectorEnv)
 
-    def lane_env(self, deviations: Deviations) -> LaneEnvs:
+    def lane_env(self, deviations: Deviations, where: str = "", *, may_be_async: bool = False) -> LaneEnvs:
         """The environments as a lane takes them: arrays, or a dict environment of each callable.
 
-        Raises EnvError where they can't be stepped together.
+        Their numbers say where they are. Raises EnvError where they can't be stepped together.
         """
-        options: Any = {"first_env": self.first_env, "deviations": deviations}
+        options: Any = {"first_env": self.first_slot, "deviations": deviations}
         if isinstance(self.makers, MultiAgentVectorEnv):
             return ArrayEnvs(self.makers, **options)
         if len(self.makers) != 1:
             return MultiAgentEnvs(self.makers, **options)
-        env = made_by(self.makers[0], self.first_env)
+        env = made_by(self.makers[0], self.first_slot)
         if not isinstance(env, MultiAgentVectorEnv):
             return MultiAgentEnvs([lambda: env], **options)
         with closing_on_error(env.close):

@@ -1,21 +1,30 @@
 """The base of nodes that step environments, of one agent each or of several."""
 
-import abc
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
 
 from rollflow.nodes.argument_checks import checked_count
+from rollflow.nodes.env.env_source import Autoreset
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import seeds_for
+from rollflow.nodes.env.stepping import seeds_for, takes_one_seed
 from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, noted
+from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.trace import FragmentTrace
 from rollflow.stream.observe.waits import Wait
+
+if TYPE_CHECKING:
+    from rollflow.nodes.env.environments import EnvKind
 
 _MOST_LANES = 1 << 16  # where others may come
 
@@ -42,10 +51,11 @@ class LaneListener:
         """Take note of a lane that is absent no more: its host is back, or has left, or there are no others."""
 
 
-class LaneSource(abc.ABC):
+class LaneSource:
     """Node that steps the environments of some lanes, once: in this process, where a subclass does not do otherwise.
 
-        env                what environments are made of, or they themselves: subclasses say what they take
+        env                what environments are made of, or they themselves: see `EnvKind`
+        kind               of environments: with one agent each, or several
         num_envs, lanes    environments in all, and groups of them that step on their own; None: as many as there are
         fragment_length    vector steps in a fragment (T)
         lookback           steps of the fragment before that each fragment begins with (H), unless `make_lanes` says it
@@ -53,9 +63,15 @@ class LaneSource(abc.ABC):
         slot_seeds         one seed for each environment, in the slots' order; None: they follow from `seed`
         first_lane,        numbers of the first lane and environment, where other lanes of the rollout are elsewhere
         first_slot
+        autoreset_mode     of environments with one agent, as gymnasium takes it; None: SAME_STEP for those that are
+                           made here of plain environments, and their own for all others
 
     envs                     the environments of every lane
     num_envs                 environments in all
+    parts                    agents by their spaces; of environments with one agent a single part
+    observation_space,       of environments with one agent, and the space of the module's choices, which are recorded
+    action_space,
+    chosen_space
     lanes                    as they circulate, from `make_lanes` or the beginning on
     is_shared                whether other processes may look at what lanes record
     is_started, is_closed    True once it is
@@ -68,16 +84,18 @@ class LaneSource(abc.ABC):
     trace                    records lanes and their steps; None: nothing is traced
 
     Raises EnvError when environments can't be made, or differ, and ValueError for `slot_seeds` that are not one for
-    each environment.
+    each environment, or where a vector environment takes one seed for all of its slots.
     """
 
     has_fixed_lanes = True
+    may_be_async = False  # whether environments may answer for some of a lane's slots at a time
     does = "step"  # what a lane comes back from, in a trace
 
     def __init__(
         self,
         env: Any,
         *,
+        kind: "EnvKind",
         num_envs: int | None = None,
         lanes: int | None = None,
         fragment_length: int = 128,
@@ -86,7 +104,9 @@ class LaneSource(abc.ABC):
         slot_seeds: Sequence[int] | None = None,
         first_lane: int = 0,
         first_slot: int = 0,
+        autoreset_mode: Autoreset = None,
     ) -> None:
+        self.kind, self._autoreset_mode = kind, autoreset_mode
         self.seed, self.slot_seeds = checked_count("seed", seed, 0), slot_seeds
         self.fragment_length = checked_count("fragment_length", fragment_length, 1)
         self.lookback = checked_count("lookback", lookback, 0)
@@ -106,10 +126,13 @@ class LaneSource(abc.ABC):
         self.trace: FragmentTrace | None = None
         self.lanes: Sequence[Any] = []
         self._lanes_fit = False  # those that stand, but for their lookback
+        self._of_lanes: tuple[Any, ...] = ()
         with closing_on_error(self._close_opened):
             self.envs: Sequence[Any] = self._made(env, num_envs, lanes)
             self.num_envs = sum(each.num_envs for each in self.envs)
-            self._look_at_envs(num_envs, lanes)
+            self.parts: tuple[AgentPart, ...] = kind.parts_of(self.envs, self.first_slots(), num_envs, lanes)
+            self.observation_space, self.action_space = self.parts[0][1:3]
+            self.chosen_space = self.action_space
             self._check_slot_seeds()
 
     def share(self) -> None:
@@ -118,15 +141,33 @@ class LaneSource(abc.ABC):
             self._refuse_if_started("their memory")
             self.is_shared, self._lanes_fit = True, False
 
-    def make_lanes(self, lookback: int) -> None:
-        """Make lanes that look back so many steps (H). Before the first step only; others are made anew."""
+    def set_chosen_spaces(self, chosen: Sequence[gym.Space[Any] | None]) -> None:
+        """Have `actions` recorded in the space of what modules choose, part by part; None: in the environments' own.
+
+        Before the lanes are made.
+        """
+        parts = zip(self.parts, chosen, strict=True)
+        self.parts = tuple(part._replace(chosen_space=space) for part, space in parts)
+        self.chosen_space = self.parts[0].recorded_space
+        self._lanes_fit = False
+
+    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
+        """Make lanes that look back so many steps (H). Before the first step only; others are made anew.
+
+        of_lanes    for `SeveralAgents.lane`: the mapping, and data of modules
+        """
         self._refuse_if_started("their lookback")
+        self._of_lanes = of_lanes
         if self._lanes_fit and lookback == self.lookback:
             return
         self._release_lanes()
         self.lookback, self._lanes_fit = lookback, True
         each = zip(self.envs, self.first_slots(), strict=True)
         self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
+
+    def memory(self, index: int) -> LaneMemory | None:
+        """The memory of a lane's columns where its environments write to it themselves, else None."""
+        return None
 
     def report_lanes_to(self, listener: LaneListener) -> None:
         """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
@@ -186,10 +227,18 @@ class LaneSource(abc.ABC):
         self.trace = trace
 
     def describe(self) -> str:
-        """Lanes and slots, for `explain()`."""
-        return self._lanes_of("slot")
+        """Lanes, and slots or environments and agents, for `explain()`."""
+        count, sizes = len(self.envs), sorted({envs.num_envs for envs in self.envs})
+        size, noun = " or ".join(map(str, sizes)), self.kind.noun + ("s" if sizes != [1] else "")
+        agents = f" × {sum(len(part.agents) for part in self.parts)} agents" if self.kind.has_several else ""
+        return f"{count} lane{'s' if count > 1 else ''} × {size} {noun}{agents}"
 
     # Steps
+
+    def __call__(self, actions: Lane | MultiAgentLane) -> Lane | MultiAgentLane | None:
+        """Step the lane's environments with the actions that it brings."""
+        lane: Lane | MultiAgentLane | None = self.hand_over(actions)
+        return lane
 
     def start(self) -> Iterator[Any]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
@@ -214,7 +263,7 @@ class LaneSource(abc.ABC):
     def step_lane(self, lane: Any) -> None:
         """Step a lane's environments, and record what they give. In any thread."""
         try:
-            self._record(lane, self._here[lane.index - self._first_lane].step(lane.actions))
+            self.kind.record(lane, self._here[lane.index - self._first_lane].step(lane.actions))
         except BaseException as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
@@ -228,7 +277,7 @@ class LaneSource(abc.ABC):
         try:
             stepped = self._here[lane.index - self._first_lane].step(lane.actions)
             self._steps_lane = -1
-            self._record(lane, stepped)
+            self.kind.record(lane, stepped)
         except BaseException as error:
             self.unrecorded_steps += lane.steps_under_way
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
@@ -262,27 +311,23 @@ class LaneSource(abc.ABC):
         for lane in self.lanes:
             lane.release()
 
-    # What the kind of environments says
+    # Inside
 
-    @abc.abstractmethod
-    def _makers(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        """What makes every lane's environments."""
-
-    @abc.abstractmethod
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """The environments of every lane."""
+        made: list[Any] = []
+        for lane, maker in enumerate(self.kind.makers(env, num_envs, lanes, self._autoreset_mode)):
+            placed = replace(maker, first_slot=sum(each.num_envs for each in made))
+            where = f"lane {self._first_lane + lane}, "
+            made.append(placed.lane_env(self.deviations, where, may_be_async=self.may_be_async))
+            if maker.can_travel:
+                self._opened.append((f"the environments of lane {lane}", made[-1]))
+        self._here = made
+        return self.kind.envs_of(made)
 
-    @abc.abstractmethod
-    def _look_at_envs(self, num_envs: int | None, lanes: int | None) -> None:
-        """Take their spaces. Raises EnvError where they differ, or are not as many as were asked for."""
-
-    @abc.abstractmethod
-    def _record(self, lane: Any, stepped: Any) -> None:
-        """Have a lane record what a step gave."""
-
-    @abc.abstractmethod
     def _lane(self, index: int, envs: Any, first_slot: int) -> Any:
         """The lane of this number, of some environments, the first of which has the number `first_slot`."""
+        return self.kind.lane(self, index, envs, first_slot, *self._of_lanes)
 
     # Seeds
 
@@ -308,22 +353,25 @@ class LaneSource(abc.ABC):
         return self.seeds_of_slots(self.first_slots()[place], self.envs[place].num_envs, starts)
 
     def _check_slot_seeds(self) -> None:
-        """Raise ValueError unless the list of seeds has one for each environment."""
-        if self.slot_seeds is not None and len(self.slot_seeds) != self.num_envs:
+        """Raise ValueError unless the list of seeds has one for each environment, and each takes its own."""
+        if self.slot_seeds is None:
+            return
+        if len(self.slot_seeds) != self.num_envs:
             raise ValueError(
                 f"seed is a list of {len(self.slot_seeds)}, expected one whole number, or a list of {self.num_envs}: "
                 "one for each environment"
             )
+        for lane, env in enumerate(self.envs):
+            if env.num_envs > 1 and not self.kind.has_several and takes_one_seed(env):
+                raise ValueError(
+                    f"seed is a list, but the vector environment of lane {lane} takes one seed for its {env.num_envs} "
+                    "slots; expected one whole number, one slot in each lane (lanes=num_envs), or environments that "
+                    "step one by one (env=lambda: gymnasium.make(…))"
+                )
 
     def _close_opened(self) -> None:
         opened, self._opened = self._opened, []
         close_all((name, env.close) for name, env in opened)
-
-    def _lanes_of(self, noun: str) -> str:
-        """Lanes, and how many environments each has, for `explain()`."""
-        count, sizes = len(self.envs), sorted({envs.num_envs for envs in self.envs})
-        size = " or ".join(map(str, sizes))
-        return f"{count} lane{'s' if count > 1 else ''} × {size} {noun}{'s' if sizes != [1] else ''}"
 
     def _refuse_if_started(self, what: str) -> None:
         if self.is_started:

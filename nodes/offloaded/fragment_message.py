@@ -248,8 +248,13 @@ def fragment_of(
         return fragment
 
 
-def agents_of_message(message: wire.Fragment, spaces: Sequence[PartSpaces]) -> MultiAgentFragment:
-    """The fragment in a message, its columns where they came; read-only. Raises WireError where it is none."""
+def agents_of_message(
+    message: wire.Fragment, spaces: Sequence[PartSpaces], lost: str | None = None
+) -> MultiAgentFragment:
+    """The fragment in a message, its columns where they came; read-only. Raises WireError where it is none.
+
+    lost    why the environments were lost before it; None: they were not
+    """
     with _refusing("it is no fragment of agents"):
         rest = message.rest
         layout = layout_in(rest["layout"], spaces[0].part.recorded_space)
@@ -273,6 +278,8 @@ def agents_of_message(message: wire.Fragment, spaces: Sequence[PartSpaces]) -> M
             custom_data=custom_data,
         )
         fragment.is_last = rest["is_last"] is True
+        if lost is not None:
+            fragment.begin_after_loss(lost)
         return fragment
 
 

@@ -1,7 +1,7 @@
 """Whole rollouts on other hosts, as a node: environments, connectors and a copy of the module on each."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
-from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
+from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
 from rollflow.nodes.offloaded.rollout_settings import (
     LaneProgress,
     RolloutReport,
@@ -111,7 +111,7 @@ class HostedLane(RemoteLane):
         return lost
 
 
-class HostRollouts(HostedNode, OffloadedRollouts):
+class HostedRollouts(HostedNode, OffloadedRollouts):
     """A node that has each lane's rollout done on another host: takes turns, gives fragments. See `HostedNode`.
 
     Hosts are told settings, weights and connectors' states: nothing is pickled, so each must have the same connectors
@@ -120,11 +120,11 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     `lost_steps`.
     """
 
+    roles = ("rollout", "agent_rollout")
     takes_late = True
     steps_while_draining = False
     remote_of = HostedLane
     remotes: list[HostedLane]  # type: ignore[assignment]  # as `remote_of` makes them
-    fragment_in: Callable[[Fragment, int, str | None], Any]
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
         self._settings: Settings | None = None  # None: the rollout has not begun
@@ -292,7 +292,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self.gateway.wake()
 
     def _packed(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
-        module = None if self.role == "rollout" else str(module_id)  # one agent's rollout has one module
+        module = str(module_id) if self.kind.has_several else None  # one agent's rollout has one module
         return Weights(version, *to_arrays(weights), module=module)
 
     def _cut(self, lanes: Iterable[Any]) -> None:
@@ -323,15 +323,3 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         """Have a host leave that has said what makes no sense."""
         text = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
         self.gateway.expel(host, WireError(f"host {host.name}: {where}: {text}", "fragment"))
-
-
-class HostedRollouts(HostRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes
-    """`HostRollouts` of environments with one agent each."""
-
-    role = "rollout"
-
-
-class AgentHostedRollouts(HostRollouts, AgentRollouts):  # type: ignore[misc]  # as above
-    """`HostRollouts` of environments with several agents each."""
-
-    role = "agent_rollout"

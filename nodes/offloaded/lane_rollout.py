@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments
+from rollflow.nodes.env.environments import ONE_AGENT, SEVERAL_AGENTS
+from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
@@ -58,20 +59,12 @@ def loaded_versions(acting: AnyActing) -> dict[Any, int]:
     return {module_id: weights.load_into(module) for module_id, (module, weights) in acting.by_id.items()}
 
 
-class _OneLane(Environments):
+class _OneLane(LaneSource):
     """The environments of one lane, made already."""
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         self._here = [env]
-        return [env.env]
-
-
-class _SeveralLane(AgentEnvironments):
-    """The environments of one lane, with several agents each, made already."""
-
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        self._here = [env]
-        return [env]
+        return self.kind.envs_of(self._here)
 
 
 class Drained(BaseException):
@@ -111,7 +104,7 @@ class LaneRollout:
         for module_id, (_, weights) in acting.by_id.items():
             weights.go_on_from(plan.versions[module_id])
         has_one = isinstance(acting, Acting)
-        environments: Any = (_OneLane if has_one else _SeveralLane)(env, **plan.environments)
+        environments = _OneLane(env, kind=ONE_AGENT if has_one else SEVERAL_AGENTS, **plan.environments)
         if is_shared:
             environments.share()
         environments.begin_at(plan.first_step)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments
+from rollflow.nodes.env.environments import SeveralAgents
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
@@ -78,6 +78,7 @@ class OffloadedRollouts(LaneSource):
     how: Mapping[str, Any]
     remotes: Sequence[Any]
     does = "rollout"
+    _form: Any = None  # of a row of the columns
 
     def __init__(self, env: Any, **options: Any) -> None:
         self.states: Any = None
@@ -107,7 +108,7 @@ class OffloadedRollouts(LaneSource):
         self._refuse_if_started("their lookback")
         self.lookback = lookback
 
-    def __call__(self, turns: TurnToken) -> TurnToken | None:
+    def __call__(self, turns: TurnToken) -> TurnToken | None:  # type: ignore[override]  # in place of lanes
         """Have the lane's next fragment made where its rollout is."""
         turns.fragment = None
         lane: TurnToken | None = self.hand_over(turns)
@@ -188,6 +189,29 @@ class OffloadedRollouts(LaneSource):
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
         raise NotImplementedError
 
+    def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Any:
+        """The fragment in a message of environments with this seed, which were lost before it, or not (None).
+
+        Raises WireError where it is none, or its columns have other forms than in the fragments before.
+        """
+        if isinstance(self.kind, SeveralAgents):
+            return agents_of_message(message, self._spaces, lost)
+        layout = self.kind.layout(self, message.lane, self.envs[message.lane], seed)
+        fragment = fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
+        if is_checked and fragment.num_rows:
+            form = form_of(fragment.columns)
+            self._form = self._form or form
+            check_form(form, self._form)
+        return fragment
+
+    @cached_property
+    def _spaces(self) -> list[Any]:
+        """Spaces that connectors may leave observations in; of several agents part by part."""
+        before = self.acting.env_to_module
+        if self.kind.has_several:
+            return spaces_seen(self.parts, before)
+        return [self.observation_space, *before.observation_spaces]
+
     def _token(self, index: int, num_slots: int) -> TurnToken:
         """The token of a lane that begins: at the step that the run has come to."""
         token = TurnToken(index, num_slots * self.acting.most_agents, max(self.vector_steps, self._first_step))
@@ -209,49 +233,6 @@ class OffloadedRollouts(LaneSource):
             items = sum(items for items, *_ in counted)
             reports.append(NodeReport(name, items, busy, elapsed_s - busy, 0.0, calls, piece))
         return reports
-
-
-class OneAgentRollouts(Environments):
-    """Environments of rollouts that are done elsewhere, with one agent each."""
-
-    acting: Any
-    _form: Any = None  # of a row of the columns
-
-    def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Fragment:
-        """The fragment in a message of environments with this seed, which were lost before it, or not (None).
-
-        Raises WireError where it is none, or its columns have other forms than in the fragments before.
-        """
-        layout = self._layout(message.lane, self.envs[message.lane], seed)
-        fragment = fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
-        if is_checked and fragment.num_rows:
-            form = form_of(fragment.columns)
-            self._form = self._form or form
-            check_form(form, self._form)
-        return fragment
-
-    @cached_property
-    def _spaces(self) -> list[Any]:
-        """Spaces that connectors may leave observations in."""
-        return [self.observation_space, *self.acting.env_to_module.observation_spaces]
-
-
-class AgentRollouts(AgentEnvironments):
-    """Environments of rollouts that are done elsewhere, with several agents each; otherwise as `OneAgentRollouts`."""
-
-    acting: Any
-
-    def fragment_in(
-        self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True
-    ) -> MultiAgentFragment:
-        fragment = agents_of_message(message, self._spaces)
-        if lost is not None:
-            fragment.begin_after_loss(lost)
-        return fragment
-
-    @cached_property
-    def _spaces(self) -> list[Any]:
-        return spaces_seen(self.parts, self.acting.env_to_module)
 
 
 class EmitterOutput(NamedTuple):

@@ -15,7 +15,7 @@ from rollflow.nodes.env.workers.worker_process import pickled
 from rollflow.nodes.modules.policy_weights import Weights, pack_weights
 from rollflow.nodes.offloaded.lane_rollout import AnyActing, LanePlan, loaded_versions
 from rollflow.nodes.offloaded.lent_fragments import FragmentReader
-from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
+from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
 from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.packing import pack
@@ -240,7 +240,7 @@ def _parts_of(acting: AnyActing) -> Iterator[tuple[str, Any]]:
             yield f"{name}, piece '{piece.name}'", piece
 
 
-class WorkerRollouts(WorkerNode, OffloadedRollouts):
+class RolloutProcesses(WorkerNode, OffloadedRollouts):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
     What acts is pickled. A lost worker takes with it what it had made of its fragment, counted in
@@ -254,7 +254,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def __init__(self, env: Any, **options: Any) -> None:
         self._bell = Wakeup()  # rung when there are new weights
         super().__init__(env, **options)
-        self._selector.register(self._bell, selectors.EVENT_READ, WorkerRollouts._spread)
+        self._selector.register(self._bell, selectors.EVENT_READ, RolloutProcesses._spread)
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
@@ -306,11 +306,3 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
         for link in self.remotes:
             link.offer()
         return iter(())
-
-
-class RolloutProcesses(WorkerRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes
-    """`WorkerRollouts` of environments with one agent each."""
-
-
-class AgentRolloutProcesses(WorkerRollouts, AgentRollouts):  # type: ignore[misc]  # as above
-    """`WorkerRollouts` of environments with several agents each."""

@@ -31,7 +31,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     `MultiAgentLearnerPipeline` makes batches of its fragments.
 
         ENVIRONMENTS   default   meaning
-        env                      Callables that make environments, or a vector environment: see `AgentEnvironments`.
+        env                      Callables that make environments, or a vector environment: see `Environments`.
                                  `RemoteEnvs` or `RemoteRollouts`: hosts say how many environments and lanes they have.
         num_envs       None      Environments in all. None: one, or as many as `env` has.
         lanes          None      Groups of environments that step on their own. None: one inline, one for each

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, get_args
 from gymnasium.envs.registration import EnvSpec
 
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
-from rollflow.nodes.env.environments import AgentEnvironments, Environments
+from rollflow.nodes.env.environments import ONE_AGENT as ONE, SEVERAL_AGENTS as SEVERAL, Environments, EnvKind
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
-from rollflow.nodes.env.remote.remote_environments import RemoteAgentEnvironments, RemoteEnvironments
+from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, RemoteRollouts
-from rollflow.nodes.env.workers.process_environments import AgentProcesses, ProcessEnvironments
-from rollflow.nodes.env.workers.thread_node import AgentThreads, ThreadEnvironments
+from rollflow.nodes.env.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.env.workers.thread_node import ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
-from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
+from rollflow.nodes.offloaded.hosted_rollouts import HostedRollouts
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
-from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
+from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import race, trial_of, workers_in
 from rollflow.nodes.stages.acting import Acting, acting_for
@@ -33,21 +33,21 @@ from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
 
 logger = logging.getLogger(__name__)
 
-# Place -> nodes that step environments there, which have one agent each, or several.
-NODES: dict[str, Sequence[Callable[..., Any]]] = {
-    "inline": (Environments, AgentEnvironments),
-    "threads": (ThreadEnvironments, AgentThreads),
-    "processes": (ProcessEnvironments, AgentProcesses),
-    "rollouts": (RolloutProcesses, AgentRolloutProcesses),
-    "RemoteEnvs": (RemoteEnvironments, RemoteAgentEnvironments),
-    "RemoteRollouts": (HostedRollouts, AgentHostedRollouts),
+# Place -> node that steps environments there.
+NODES: dict[str, Callable[..., Any]] = {
+    "inline": Environments,
+    "threads": ThreadEnvironments,
+    "processes": ProcessEnvironments,
+    "rollouts": RolloutProcesses,
+    "RemoteEnvs": RemoteEnvironments,
+    "RemoteRollouts": HostedRollouts,
 }
 
 
 class RolloutKind(NamedTuple):
     """Parts of a rollout whose environments have one agent each, or several.
 
-    has_agents   whether they have several
+    env          kind of the environments
     is_ready     whether environments are made already
     act          makes what acts, of the node and the options
     returns      makes what has the returns of the last episodes, of what acts
@@ -55,7 +55,7 @@ class RolloutKind(NamedTuple):
     emitter      parts fragments from turns
     """
 
-    has_agents: bool
+    env: EnvKind
     is_ready: Callable[[Any], bool]
     act: Callable[[Any, RolloutOptions], Acting | AgentsActing]
     returns: Callable[[Any], Any]
@@ -82,10 +82,10 @@ def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
 
 
 ONE_AGENT = RolloutKind(
-    False, is_ready, _one_acting, lambda acting: EpisodeReturns(), EpisodeCollector[WholeEpisodes], Emitter
+    ONE, is_ready, _one_acting, lambda acting: EpisodeReturns(), EpisodeCollector[WholeEpisodes], Emitter
 )
 SEVERAL_AGENTS = RolloutKind(
-    True,
+    SEVERAL,
     lambda env: isinstance(env, MultiAgentVectorEnv),
     _several_acting,
     lambda acting: AgentReturns(acting.module.__contains__),
@@ -140,8 +140,8 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
     if isinstance(env, RemoteHosts):
         with closing_on_error(env.close):
             _check_remote(asked)
-        made = NODES["RemoteEnvs" if isinstance(env, RemoteEnvs) else "RemoteRollouts"][kind.has_agents]
-        return made(env, lanes=lanes, **asked.timeouts.keywords(), **options)
+        made = NODES["RemoteEnvs" if isinstance(env, RemoteEnvs) else "RemoteRollouts"]
+        return made(env, kind=kind.env, lanes=lanes, **asked.timeouts.keywords(), **options)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
@@ -160,7 +160,7 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
         options |= asked.timeouts.keywords()
     elif asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
-    return NODES[where][kind.has_agents](env, **options)
+    return NODES[where](env, kind=kind.env, **options)
 
 
 def _check_remote(options: RolloutOptions) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checking_keywords, is_whole
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers, with_kwargs
 from rollflow.nodes.env.environments import AgentEnvSource, agent_makers, check_numbers
 from rollflow.nodes.env.lane_envs import LaneEnvs, first_made, with_first
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
@@ -50,14 +50,13 @@ class HostLane:
     """
 
     def __init__(self, maker: Any, index: int, deviations: Deviations) -> None:
-        where = (f"lane {index}, ",) if isinstance(maker, LaneMaker) else ()
-        self._make = partial(maker.lane_env, deviations, *where)
+        self._make = partial(maker.lane_env, deviations, f"lane {index}, ")
         self._can_be_remade, self._has_failed = maker.can_travel, False
         self._left_out = deviations.left_out
         self.env: Any = self._make()
         self._has_several = isinstance(self.env, LaneEnvs)
         if self._has_several:
-            self._infos = InfoCodec(self.env.possible_agents, maker.first_env)
+            self._infos = InfoCodec(self.env.possible_agents, maker.first_slot)
         else:
             self._row = row_of(self.env.env.single_observation_space, 1)
 
@@ -191,9 +190,8 @@ def made_lanes(
         made: list[Any] = []
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
             for index, maker in enumerate(makers):
-                if has_several:
-                    maker = replace(maker, first_env=sum(lane.env.num_envs for lane in made))
-                made.append(make(maker, index))
+                placed = replace(maker, first_slot=sum(lane.env.num_envs for lane in made))
+                made.append(make(placed, index))
             if has_several:
                 check_numbers(num_envs, lanes, [lane.env for lane in made])
             check_alike(made)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
+from rollflow.nodes.env.environments import EnvKind
 from rollflow.nodes.env.remote.gateway import Gateway, HostEvent, RemoteHost
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
@@ -90,7 +91,7 @@ class HostWait(WaitReminder):
 class HostedNode(LanesElsewhere):
     """A node whose lanes are on hosts that a gateway takes in.
 
-    role           of the hosts
+    roles          of hosts whose environments have one agent each, or several
     takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
     remote_of      makes a lane on a host
     gateway        which the hosts are connected to
@@ -109,20 +110,21 @@ class HostedNode(LanesElsewhere):
 
     has_fixed_lanes = False
     late_suffix = ", the resets after ended episodes included"
-    role: str
+    roles = ("env", "agents")
     takes_late = False
     remote_of: type[RemoteLane] = RemoteLane
     remotes: list[RemoteLane]
     _step_request: Any
     _record_first: Any
+    _record: Any
     num_envs: int
 
-    def __init__(self, env: RemoteHosts, **options: Any) -> None:
+    def __init__(self, env: RemoteHosts, *, kind: EnvKind, **options: Any) -> None:
         self.join_timeout, self._supply = env.join_timeout, env.supply
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacancy: HostWait | None = None  # while there is no lane
-        self.gateway = Gateway(env, self.role)
-        super().__init__(env, **options)
+        self.gateway = Gateway(env, self.roles[kind.has_several])
+        super().__init__(env, kind=kind, **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """Wait for the first hosts: what is known of their environments, lane by lane.

@@ -102,7 +102,7 @@ class LaneServer:
         self._env = maker.lane_env(self._deviations)
         self._has_several = isinstance(self._env, LaneEnvs)
         if self._has_several:
-            self._infos = InfoCodec(self._env.possible_agents, maker.first_env)
+            self._infos = InfoCodec(self._env.possible_agents, maker.first_slot)
         self.phase.set_blended(not self._env.tell_resets(self.phase.turn))
         return frame_with(FrameKind.READY, self._description())
 

@@ -23,8 +23,7 @@ L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
 class LanesElsewhere(LaneSupervisor, LaneSource):
     """A node whose lanes step elsewhere: it hands them over, takes them back, and begins those anew that are lost.
 
-    The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
-    ports from that. Subclasses say where lanes step and how they are asked, heard and lost.
+    Subclasses say where lanes step and how they are asked, heard and lost.
 
     late_suffix             what a step's time includes, in the texts of late lanes
     steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, lane_block
@@ -141,34 +140,28 @@ class AgentLink(LaneLink):
         return self._taken()
 
 
-class ProcessEnvironments(WorkerNode, Environments):
-    """`Environments` whose lanes step in worker processes, while others are worked on: see `WorkerNode`.
+class ProcessEnvironments(WorkerNode):
+    """A node whose lanes step in worker processes, while others are worked on: see `WorkerNode`.
 
-    Their rows lie in shared memory. Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays,
-    or lists and dicts of those.
+    Callables are handed over by cloudpickle. Rows of environments with one agent lie in shared memory. Agents' ids must
+    be numbers, strings or tuples of those; infos numbers, strings, arrays, or lists and dicts of those. An agent that
+    has acted and waits when its environment is lost has made no step: it is one of `lost_steps`.
     """
 
-    program, link_of = "rollflow.nodes.env.workers.lane_server", EnvLink
+    program = "rollflow.nodes.env.workers.lane_server"
+
+    def link_of(self, lane: int, maker: Any, node: LaneSource) -> LaneLink:
+        return (AgentLink if self.kind.has_several else EnvLink)(lane, maker, node)
 
     def _release_lanes(self) -> None:
         for lane in self.lanes:
-            if isinstance(lane.memory, LaneBlocks):
+            if isinstance(lane, Lane) and isinstance(lane.memory, LaneBlocks):
                 lane.memory.pool.close()
         super()._release_lanes()
 
-    def _memory(self, index: int) -> LaneMemory | None:
+    def memory(self, index: int) -> LaneMemory | None:
+        """Blocks that a lane's worker writes to as well."""
         spaces = self.observation_space, self.action_space
         slots = self.envs[index].num_envs
         block = lane_block(*spaces, slots, self.fragment_length, self.lookback)
         return LaneBlocks(block, has_actions=self.chosen_space == self.action_space)
-
-
-class AgentProcesses(WorkerNode, AgentEnvironments):
-    """`AgentEnvironments` whose lanes step in worker processes, while others are worked on: see `WorkerNode`.
-
-    Callables are handed over by cloudpickle. Agents' ids must be numbers, strings or tuples of those; infos numbers,
-    strings, arrays, or lists and dicts of those. An agent that has acted and waits when its environment is lost has
-    made no step: it is one of `lost_steps`.
-    """
-
-    program, link_of = "rollflow.nodes.env.workers.lane_server", AgentLink

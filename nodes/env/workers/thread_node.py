@@ -8,7 +8,6 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from rollflow.nodes.env.environments import AgentEnvironments, Environments
 from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
@@ -35,7 +34,7 @@ class ThreadLane(LaneStatus):
     begun: tuple[int, int] | None = None
 
 
-class ThreadNode(LanesElsewhere):
+class ThreadEnvironments(LanesElsewhere):
     """A node that steps each lane of environments in a thread of its own, while others are worked on.
 
     step_timeout, reset_timeout    seconds after which the run ends with an EnvError that names the lane; None: never.
@@ -53,7 +52,7 @@ class ThreadNode(LanesElsewhere):
         super().__init__(env, **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        made = super()._made(env, num_envs, lanes)  # type: ignore[safe-super]  # the node's other base has it
+        made = super()._made(env, num_envs, lanes)
         for index, envs in enumerate(self._here):
             remote = ThreadLane(index, LanePhase.RESETTING, thread=JobThread(f"rollflow lane {index}"))
             remote.activity.set_blended(not envs.tell_resets(remote.activity.turn))
@@ -159,11 +158,3 @@ class ThreadNode(LanesElsewhere):
         self._done.append((remote, error))
         del error  # whose traceback refers to this frame
         self._bell.ring()
-
-
-class ThreadEnvironments(ThreadNode, Environments):
-    """`Environments` whose lanes step in threads: see `ThreadNode`."""
-
-
-class AgentThreads(ThreadNode, AgentEnvironments):
-    """`AgentEnvironments` whose lanes step in threads: see `ThreadNode`."""

@@ -251,7 +251,7 @@ class WorkerNode(LanesElsewhere):
     """
 
     program: str
-    link_of: type[LaneLink]
+    link_of: Callable[[int, Any, LaneSource], LaneLink]
     remotes: list[LaneLink]
 
     def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
@@ -269,7 +269,7 @@ class WorkerNode(LanesElsewhere):
 
         Raises EnvError where they can't be made, or not in time, and for those that have been made already.
         """
-        makers = self._makers(env, num_envs, lanes)
+        makers = self.kind.makers(env, num_envs, lanes, self._autoreset_mode)
         if not all(maker.can_travel for maker in makers):
             raise EnvError(
                 "worker processes make the environments themselves: expected an id, a callable, or a list of callables "

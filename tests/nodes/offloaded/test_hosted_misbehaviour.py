@@ -180,7 +180,7 @@ def pattern() -> Any:
     with raw_beside() as (rollout, fragments, raw):
         answer = raw.made(raw.next_turn_beside(fragments, []))
         node = rollout.environments
-        return answer, node._layout(1, node.envs[1], 0), [node.observation_space]
+        return answer, node.kind.layout(node, 1, node.envs[1], 0), [node.observation_space]
 
 
 @pytest.mark.parametrize("name", NONSENSE)

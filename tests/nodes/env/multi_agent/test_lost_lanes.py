@@ -13,14 +13,13 @@ from property_examples import examples
 
 from rollflow import MultiAgentRollout
 from rollflow.nodes import LambdaConnector
-from rollflow.nodes.env.environments import AgentEnvironments
+from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.rollout.placement import NODES
-from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 GOES_ON, LOST_BEFORE, LOST_AFTER, LOST_ELSEWHERE = range(4)
 
 
-class Losing(AgentEnvironments):
+class Losing(Environments):
     """Loses a lane instead of its `events`' steps: before or after its environments made it, or elsewhere."""
 
     events: Sequence[int] = ()
@@ -30,7 +29,7 @@ class Losing(AgentEnvironments):
     def lost_steps(self) -> int:
         return self.lost_with_lanes
 
-    def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
+    def __call__(self, actions: Any) -> Any:
         lane, envs = actions, self.envs[actions.index]
         event = self.events[lane.vector_steps % len(self.events)] if self.events else GOES_ON
         if event == GOES_ON or self.is_lost_at.get(lane.index) == lane.vector_steps:
@@ -45,7 +44,7 @@ class Losing(AgentEnvironments):
 
 def losing(drawn: Drawn, events: Sequence[int], **options: Any) -> tuple[list[NumberedAgents], MultiAgentRollout]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(NODES, "inline", (None, Losing))
+        patch.setitem(NODES, "inline", Losing)
         envs, rollout = made(drawn, **options)
     rollout.environments.events, rollout.environments.is_lost_at = events, {}
     return envs, rollout
