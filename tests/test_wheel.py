@@ -26,15 +26,8 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     program = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert program is not None
     (tmp_path / "program.py").write_text(f"{program[1]}\nimport rollflow\n\nprint(rollflow.__file__)\n")
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    options = {"cwd": tmp_path, "env": {"PYTHONPATH": str(installed)}, "timeout": 120, "check": False}
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^torch\.Size\(.* mean return ", done.stdout, re.MULTILINE)) == 3
     *_, conclusion, place = done.stdout.splitlines()

@@ -108,15 +108,8 @@ def logged_rollout(
     """Environments, and a rollout over them whose filters have a state that does not change any more."""
     envs = [LoggedEnv(OBSERVATIONS[observations], ACTIONS[actions], seed + slot) for slot in range(slots)]
     unused = iter(envs)
-    rollout = Rollout(
-        lambda: next(unused),
-        num_envs=slots,
-        env_to_module_connector=lambda env: PIECES[pieces](),
-        seed=seed,
-        fragment_length=5,
-        num_fragments=8,
-        **kwargs,
-    )
+    kwargs |= {"seed": seed, "env_to_module_connector": lambda env: PIECES[pieces]()}
+    rollout = Rollout(lambda: next(unused), num_envs=slots, fragment_length=5, num_fragments=8, **kwargs)
     for piece in rollout.env_to_module:
         if isinstance(piece, MeanStdFilter):
             teach(piece, seed)

@@ -138,18 +138,11 @@ class NumberedAgents(MultiAgentEnv):
 
     def _told(self, actions: Any, observations: Any, rewards: Any, terminateds: Any, truncateds: Any) -> Any:
         infos = {agent: {"step": self.env_step} for agent in observations if self.env_step % 3 == 1}
-        self.log.append(
-            AgentsTold(
-                self.episode,
-                self.env_step,
-                {agent: int(action) for agent, action in actions.items()},
-                {agent: tuple(self._buffers[agent].tolist()) for agent in observations},
-                dict(rewards),
-                dict(terminateds),
-                dict(truncateds),
-                {agent: dict(info) for agent, info in infos.items()},
-            )
-        )
+        acted = {agent: int(action) for agent, action in actions.items()}
+        seen = {agent: tuple(self._buffers[agent].tolist()) for agent in observations}
+        ends = dict(terminateds), dict(truncateds)
+        copied = {agent: dict(info) for agent, info in infos.items()}
+        self.log.append(AgentsTold(self.episode, self.env_step, acted, seen, dict(rewards), *ends, copied))
         return observations, rewards, terminateds, truncateds, infos
 
 

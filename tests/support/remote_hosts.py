@@ -298,18 +298,10 @@ class RawHost(RawEnd):
     def rows(self, request: Any, **changed: Any) -> Rows:
         """An answer with two slots of zeros, but for what is changed."""
         is_step = isinstance(request, Step)
-        fields: dict[str, Any] = {
-            "lane": request.lane,
-            "number": request.number,
-            "obs": np.zeros((2, 3), np.int64),
-            "rewards": np.zeros(2) if is_step else None,
-            "terminateds": np.zeros(2, bool) if is_step else None,
-            "truncateds": np.zeros(2, bool) if is_step else None,
-            "final_slots": (),
-            "final_obs": None,
-            "infos": {},
-            "final_infos": {},
-        }
+        flags = np.zeros(2, bool) if is_step else None
+        fields: dict[str, Any] = {"lane": request.lane, "number": request.number, "obs": np.zeros((2, 3), np.int64)}
+        fields |= {"rewards": np.zeros(2) if is_step else None, "terminateds": flags, "truncateds": flags}
+        fields |= {"final_slots": (), "final_obs": None, "infos": {}, "final_infos": {}}
         return Rows(**fields | changed)
 
     def answer(self, request: Any) -> None:

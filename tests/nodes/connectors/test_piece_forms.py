@@ -137,17 +137,13 @@ def test_fragments_keep_as_much_lookback_as_pieces_need() -> None:
 
 @given(length=st.integers(1, 9), rows=st.integers(1, 7), frames=st.integers(1, 5))
 def test_the_learner_sees_the_stacks_that_the_module_saw(length: int, rows: int, frames: int) -> None:
-    rollout = Rollout(
-        [lambda: NumberedEnv(0, lengths=(length, length + 1)), lambda: NumberedEnv(1)],
-        module=Sees(),
-        fragment_length=rows,
-        num_fragments=3,
-        env_to_module_connector=lambda env: FrameStacking(num_frames=frames),
-        learner_connector=lambda obs_space, act_space: [
-            FrameStacking(num_frames=frames, as_learner_connector=True),
-            AddNextObservationsFromEpisodesToTrainBatch(),
-        ],
-    )
+    def learns(obs_space: Any, act_space: Any) -> list[ConnectorV2]:
+        stacks = FrameStacking(num_frames=frames, as_learner_connector=True)
+        return [stacks, AddNextObservationsFromEpisodesToTrainBatch()]
+
+    makers: Any = [lambda: NumberedEnv(0, lengths=(length, length + 1)), lambda: NumberedEnv(1)]
+    acts: Any = {"module": Sees(), "env_to_module_connector": lambda env: FrameStacking(num_frames=frames)}
+    rollout = Rollout(makers, fragment_length=rows, num_fragments=3, learner_connector=learns, **acts)
     with rollout:
         for fragment in rollout.fragments():
             batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)

@@ -59,16 +59,8 @@ def forms(*names: str) -> st.SearchStrategy[EnvForm]:
 
 
 def rollout_of(env: Any, drawn: Setting, **options: Any) -> Rollout:
-    return Rollout(
-        env,
-        module=SumModule(),
-        explore=False,
-        fragment_length=drawn.fragment_length,
-        lookback=drawn.lookback,
-        seed=drawn.seed,
-        num_fragments=3,
-        **options,
-    )
+    options |= {"fragment_length": drawn.fragment_length, "lookback": drawn.lookback, "seed": drawn.seed}
+    return Rollout(env, module=SumModule(), explore=False, num_fragments=3, **options)
 
 
 def check_episodes(rollout: Rollout, form: EnvForm, drawn: Setting) -> None:

@@ -40,17 +40,10 @@ def check_places(episodes: Any, shared_data: Any) -> None:
 
 @pytest.mark.parametrize("where", PLACES)
 def test_episodes_modules_and_batches_know_lane_and_slot(where: Any) -> None:
-    with Rollout(
-        numbered(4),
-        lanes=3,
-        where=where,
-        module=Acts,
-        fragment_length=9,
-        num_fragments=2,
-        env_to_module_connector=lambda env: [AddLaneAndSlotToBatch(), LambdaConnector(check_places)],
-        learner_connector=lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True),
-        seed=1,
-    ) as rollout:
+    acts: Any = {"env_to_module_connector": lambda env: [AddLaneAndSlotToBatch(), LambdaConnector(check_places)]}
+    learns: Any = {"learner_connector": lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True)}
+    options: Any = {"fragment_length": 9, "num_fragments": 2, "seed": 1}
+    with Rollout(numbered(4), lanes=3, where=where, module=Acts, **acts, **learns, **options) as rollout:
         for batch in rollout.batches():
             assert batch["lane"].dtype == batch["slot"].dtype == torch.int64
             firsts = torch.tensor(FIRST_SLOTS)[batch["lane"]]
@@ -69,17 +62,10 @@ def test_with_several_agents_the_slot_is_the_environments() -> None:
             return batch
 
     makers = [lambda env=env: NumberedAgents(env, agents=2, nested=0) for env in range(3)]
-    with MultiAgentRollout(
-        makers,
-        lanes=2,
-        module=RandomModule,
-        fragment_length=12,
-        num_fragments=1,
-        joint_connector=lambda env: Sees(),
-        learner_connector=lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True),
-        env_to_module_connector=lambda part: [AddLaneAndSlotToBatch(), Sees()],
-        seed=0,
-    ) as rollout:
+    options: Any = {"fragment_length": 12, "num_fragments": 1, "seed": 0, "joint_connector": lambda env: Sees()}
+    options["learner_connector"] = lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True)
+    options["env_to_module_connector"] = lambda part: [AddLaneAndSlotToBatch(), Sees()]
+    with MultiAgentRollout(makers, lanes=2, module=RandomModule, **options) as rollout:
         for fragment in rollout.fragments():
             for whole in fragment.episodes():
                 assert whole.lane == fragment.lane

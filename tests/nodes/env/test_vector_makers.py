@@ -16,12 +16,7 @@ from rollflow import Rollout
 from rollflow.nodes import RandomModule
 from rollflow.stream import EnvError
 
-PLACES = [
-    "inline",
-    "threads",
-    pytest.param("processes", marks=pytest.mark.slow),
-    pytest.param("rollouts", marks=pytest.mark.slow),
-]
+PLACES = ["inline", "threads", "processes", "rollouts"]
 
 
 def vector_of(slots: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:

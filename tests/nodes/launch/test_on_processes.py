@@ -99,15 +99,8 @@ def module_of(agent: str, episode: Any) -> str:
 def test_so_do_the_steps_of_several_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
     options: Any = {"module": {"first": NumberedModule, "second": NumberedModule}, "fragment_length": 8, "seed": 0}
-    with MultiAgentRollout(
-        telling_agents,
-        where=OnProcesses(num_hosts=2),
-        num_envs=2,
-        lanes=2,
-        agent_to_module_mapping_fn=module_of,
-        num_fragments=3,
-        **options,
-    ) as rollout:
+    options |= {"num_envs": 2, "lanes": 2, "agent_to_module_mapping_fn": module_of, "num_fragments": 3}
+    with MultiAgentRollout(telling_agents, where=OnProcesses(num_hosts=2), **options) as rollout:
         assert (rollout.environments.num_lanes, rollout.environments.num_envs) == (4, 4)
         taken = list(rollout.fragments())
     assert {module_id for each in taken for module_id in each.module_ids} == {"first", "second"}

@@ -219,34 +219,13 @@ def test_a_row_has_what_was_counted() -> None:
     metrics.log_value("picks", 1.0, reduce=None)
     metrics.log_value("picks", 4.0, reduce=None)
     before = Counts(elapsed_s=10.0, steps=400, report=report_of(10.0, env=4.0))
-    now = Counts(
-        elapsed_s=14.0,
-        steps=700,
-        updates=7,
-        versions={"": 5},
-        lag=1,
-        lost={"max_lag": 12},
-        returns=returns,
-        metrics=metrics,
-        report=report_of(14.0, env=7.0, late=1.0),
-    )
-    assert figures_of(now, before) == {
-        "rollout/ep_rew_mean": 30.0,
-        "rollout/ep_len_mean": 3.0,
-        "rollout/episodes": 3,
-        "time/total_timesteps": 700,
-        "time/iterations": 7,
-        "time/time_elapsed": 14.0,
-        "time/fps": 50.0,
-        "time/fps_now": 75.0,
-        "policy/version": 5,
-        "policy/lag": 1,
-        "lost/max_lag": 12,
-        "busy/env": 0.75,
-        "busy/late": 0.25,
-        "metrics/filter/mean": 2.5,
-        "metrics/picks": 2.5,
-    }
+    read = {"returns": returns, "metrics": metrics, "report": report_of(14.0, env=7.0, late=1.0)}
+    now = Counts(elapsed_s=14.0, steps=700, updates=7, versions={"": 5}, lag=1, lost={"max_lag": 12}, **read)
+    returned = {"rollout/ep_rew_mean": 30.0, "rollout/ep_len_mean": 3.0, "rollout/episodes": 3}
+    timed = {"time/iterations": 7, "time/time_elapsed": 14.0, "time/fps": 50.0, "time/fps_now": 75.0}
+    acted = {"policy/version": 5, "policy/lag": 1, "lost/max_lag": 12, "busy/env": 0.75, "busy/late": 0.25}
+    logged = {"metrics/filter/mean": 2.5, "metrics/picks": 2.5, "time/total_timesteps": 700}
+    assert figures_of(now, before) == {**returned, **timed, **acted, **logged}
 
 
 def test_what_is_not_known_yet_is_left_out() -> None:

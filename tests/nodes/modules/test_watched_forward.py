@@ -511,16 +511,10 @@ def test_agents_modules_are_replayed_or_not_each_by_itself() -> None:
     found = []
     for flat in (None, False):
         torch.manual_seed(0)
-        with MultiAgentRollout(
-            lambda: Together({"same": Drawing(), "counts": Drawing()}),
-            module={"same": made(), "counts": made(counts_on_itself)},
-            agent_to_module_mapping_fn=lambda agent, episode: agent,
-            forward=Forward(flat=flat),
-            num_envs=2,
-            fragment_length=50,
-            num_fragments=8,
-            seed=3,
-        ) as rollout:
+        acts: Any = {"module": {"same": made(), "counts": made(counts_on_itself)}, "forward": Forward(flat=flat)}
+        acts["agent_to_module_mapping_fn"] = lambda agent, episode: agent
+        options: Any = {"num_envs": 2, "fragment_length": 50, "num_fragments": 8, "seed": 3, **acts}
+        with MultiAgentRollout(lambda: Together({"same": Drawing(), "counts": Drawing()}), **options) as rollout:
             parts = [part for each in rollout.fragments() for part in each.by_module().values()]
             columns = [part.column(name) for part in parts for name in part.columns]
             found.append([leaf.tobytes() for column in columns for leaf in leaves_of(column)])

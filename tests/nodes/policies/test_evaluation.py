@@ -177,17 +177,9 @@ def test_a_policy_of_a_rollout_has_the_weights_published_last(tmp_path: Path) ->
 
 
 def test_a_policy_of_a_rollout_of_workers_has_what_their_filters_learnt(tmp_path: Path) -> None:
-    rollout = Rollout(
-        "CartPole-v1",
-        where="rollouts",
-        num_envs=2,
-        lanes=2,
-        workers=2,
-        fragment_length=16,
-        num_fragments=3,
-        env_to_module_connector=lambda env: MeanStdFilter(),
-        seed=1,
-    )
+    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 1}
+    options["env_to_module_connector"] = lambda env: MeanStdFilter()
+    rollout = Rollout("CartPole-v1", where="rollouts", num_envs=2, lanes=2, workers=2, **options)
     with rollout:
         list(rollout.fragments())
         rollout.save_policy(tmp_path / "p")

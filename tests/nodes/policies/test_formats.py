@@ -18,12 +18,8 @@ def test_there_is_an_artifact_of_every_format() -> None:
 def test_a_policy_of_format_1_acts_as_it_did() -> None:
     policy = Policy.load(ARTIFACTS / "format_1")
     assert policy.trained_on == {"environment": "drawn", "policy_version": 12}
-    assert policy.env_to_module.names[:4] == [
-        "PrevActionsPrevRewards",
-        "FlattenObservations",
-        "MeanStdFilter",
-        "FrameStacking",
-    ]
+    pieces = ["PrevActionsPrevRewards", "FlattenObservations", "MeanStdFilter", "FrameStacking"]
+    assert policy.env_to_module.names[:4] == pieces
     assert policy.env_to_module["MeanStdFilter"].count == 10
     logits = []
     for step in range(-4, 5):

@@ -38,16 +38,9 @@ def pieces(part: Any) -> list[Any]:
 def rollout_over(env: Together, **kwargs: Any) -> MultiAgentRollout:
     """A rollout of one fragment, with a module for the walkers, and one for the masked agent."""
     mapping = {"ann": "walker", "bob": "walker", "cat": "cat"}
-    return MultiAgentRollout(
-        lambda: env,
-        agent_to_module_mapping_fn=mapping,
-        model_config=CONFIG,
-        env_to_module_connector=pieces,
-        fragment_length=STEPS,
-        num_fragments=1,
-        seed=3,
-        **{"module": {"walker": None, "cat": None}, **kwargs},
-    )
+    acts = {"module": {"walker": None, "cat": None}, "agent_to_module_mapping_fn": mapping, "model_config": CONFIG}
+    options: Any = {"fragment_length": STEPS, "num_fragments": 1, "seed": 3, **acts, **kwargs}
+    return MultiAgentRollout(lambda: env, env_to_module_connector=pieces, **options)
 
 
 def _save_agents(rollout: MultiAgentRollout, path: Path) -> None:

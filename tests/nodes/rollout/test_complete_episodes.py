@@ -53,16 +53,8 @@ def test_a_batch_is_of_the_episodes_that_its_fragments_have_ended(kind: Any, whe
         makers = [partial(NumberedAgents, slot, agents=3, nested=0, length=11, at_once=True) for slot in range(4)]
     seen: list[tuple[int, ...]] = []
     num_steps = 0
-    with kind(
-        makers,
-        lanes=2,
-        where=where,
-        fragment_length=7,
-        num_fragments=12,
-        learner_connector=pieces,
-        seed=3,
-        **(ONE if kind is Rollout else SEVERAL),
-    ) as rollout:
+    options: Any = {"fragment_length": 7, "num_fragments": 12, "learner_connector": pieces, "seed": 3}
+    with kind(makers, lanes=2, where=where, **options, **(ONE if kind is Rollout else SEVERAL)) as rollout:
         for batches in rollout.batches(complete_episodes=True):
             for batch in [batches] if kind is Rollout else batches.values():
                 *episode, step = batch["obs"].unbind(1)

@@ -98,16 +98,11 @@ def test_without_a_log_nothing_is_measured_and_ones_own_values_go_nowhere() -> N
 
 def test_several_agents_have_returns_and_versions_by_module(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    rollout = MultiAgentRollout(
-        lambda: NumberedAgents(0, agents=2, nested=0, at_once=True),
-        module={"a": RandomModule, "b": RandomModule},
-        agent_to_module_mapping_fn={"agent 0": "a", "agent 1": "b"},
-        fragment_length=16,
-        num_fragments=2,
-        seed=0,
-        log=[f"jsonl:{path}"],
-        watch=Watch(log_every=SELDOM),
-    )
+    acts: Any = {"module": {"a": RandomModule, "b": RandomModule}}
+    acts["agent_to_module_mapping_fn"] = {"agent 0": "a", "agent 1": "b"}
+    logs: Any = {"log": [f"jsonl:{path}"], "watch": Watch(log_every=SELDOM)}
+    env = partial(NumberedAgents, 0, agents=2, nested=0, at_once=True)
+    rollout = MultiAgentRollout(env, fragment_length=16, num_fragments=2, seed=0, **acts, **logs)
     with rollout:
         for _ in rollout.batches():
             rollout.log("train/loss", 1.0)

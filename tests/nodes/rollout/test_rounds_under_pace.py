@@ -64,16 +64,8 @@ def test_a_lane_that_is_always_ahead_does_not_make_another_too_old(where: Any, t
     (tmp_path / "behind").mkdir()
     envs = [partial(Ahead, 0, tmp_path), partial(Behind, 1, tmp_path)]
     options: dict[str, Any] = {"max_lag": 1, "on_excess": "pace", "prefetch": 1}
-    with Rollout(
-        envs,
-        lanes=2,
-        where=where,
-        module=NumberedModule(),
-        fragment_length=LENGTH,
-        num_fragments=FRAGMENTS,
-        seed=0,
-        **options,
-    ) as rollout:
+    options |= {"fragment_length": LENGTH, "num_fragments": FRAGMENTS, "seed": 0}
+    with Rollout(envs, lanes=2, where=where, module=NumberedModule(), **options) as rollout:
         assert lanes_of_rounds(rollout, 2) == [{0, 1}] * FRAGMENTS
     assert rollout.lost == {}
 

@@ -218,20 +218,18 @@ def turned_by(drawn: Setting, joint: Sequence[str] = ()) -> Callable[[Any], Any]
     return turned
 
 
+def lengths_of(drawn: Setting) -> dict[str, Any]:
+    """Options of a rollout that is two fragments long."""
+    lengths = {"num_fragments": 2, "fragment_length": drawn.fragment_length, "lookback": drawn.lookback}
+    return {**lengths, "prefetch": drawn.prefetch, "seed": drawn.seed}
+
+
 def rollout_in(place: str, drawn: Setting, **options: Any) -> AbstractContextManager[Rollout]:
     """A rollout over a `TypedEnv` in each slot."""
-    return rollout_at(
-        place,
-        [partial(TypedEnv, slot, drawn.form) for slot in range(drawn.slots)],
-        envs={"lanes": drawn.lanes, "autoreset_mode": drawn.mode},
-        acts={"module": Exact(), "env_to_module_connector": pieces_of(drawn)},
-        num_fragments=2,
-        fragment_length=drawn.fragment_length,
-        lookback=drawn.lookback,
-        prefetch=drawn.prefetch,
-        seed=drawn.seed,
-        **options,
-    )
+    makers = [partial(TypedEnv, slot, drawn.form) for slot in range(drawn.slots)]
+    acts = {"module": Exact(), "env_to_module_connector": pieces_of(drawn)}
+    envs = {"lanes": drawn.lanes, "autoreset_mode": drawn.mode}
+    return rollout_at(place, makers, envs=envs, acts=acts, **lengths_of(drawn), **options)
 
 
 def same_bits(values: Any, expected: list[Any], like: Any) -> None:
@@ -323,19 +321,14 @@ def test_values_are_those_of_direct_stepping(place: str) -> None:
 def check_agents(place: str, drawn: Setting, others: list[Form], joint: list[str]) -> None:
     forms = [drawn.form, *others]
     modules = {f"agent {slot}": Exact() for slot in range(len(forms))}
-    rollout = MultiAgentRollout(
-        [lambda: Together({f"agent {slot}": TypedEnv(slot, form) for slot, form in enumerate(forms)})],
-        module=modules,
-        agent_to_module_mapping_fn=agent_as_module,
-        joint_connector=(lambda env: list(map(JointFold, joint))) if joint else None,
-        env_to_module_connector=pieces_of(drawn),
-        fragment_length=drawn.fragment_length,
-        lookback=drawn.lookback,
-        prefetch=drawn.prefetch,
-        num_fragments=2,
-        seed=drawn.seed,
-        where=place,
-    )
+
+    def make() -> Together:
+        return Together({f"agent {slot}": TypedEnv(slot, form) for slot, form in enumerate(forms)})
+
+    acts: Any = {"module": modules, "agent_to_module_mapping_fn": agent_as_module}
+    acts["joint_connector"] = (lambda env: list(map(JointFold, joint))) if joint else None
+    acts["env_to_module_connector"] = pieces_of(drawn)
+    rollout = MultiAgentRollout([make], where=place, **acts, **lengths_of(drawn))
     with rollout:
         fragments = list(rollout.fragments())
     played = [

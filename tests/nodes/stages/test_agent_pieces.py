@@ -183,17 +183,12 @@ def test_pieces_do_the_same_by_columns_and_by_episodes(name: str, drawn: Drawn, 
 
 def leaves(fragment: Any) -> list[Any]:
     """All arrays of all chunks."""
-    return [
-        leaf
-        for chunk in chunks_of([fragment])
-        for tree in (
-            chunk.get_observations(),
-            chunk.get_actions(),
-            chunk.get_rewards(),
-            {name: each.data for name, each in chunk.extra_model_outputs.items()},
-        )
-        for leaf in leaves_of(tree)
-    ]
+
+    def trees_of(chunk: Any) -> tuple[Any, ...]:
+        outputs = {name: each.data for name, each in chunk.extra_model_outputs.items()}
+        return chunk.get_observations(), chunk.get_actions(), chunk.get_rewards(), outputs
+
+    return [leaf for chunk in chunks_of([fragment]) for tree in trees_of(chunk) for leaf in leaves_of(tree)]
 
 
 @pytest.mark.parametrize("by_episode", [False, True])

@@ -113,12 +113,8 @@ def add_values(rl_module: Any, batch: Any, episodes: Any) -> None:
 
 
 def valued_rollout(**options: Any) -> MultiAgentRollout:
-    options |= {
-        "module": Valued(),
-        "learner_connector": lambda obs, act: LambdaConnector(add_values),
-        "fragment_length": 4,
-        "seed": 2,
-    }
+    options |= {"module": Valued(), "fragment_length": 4, "seed": 2}
+    options["learner_connector"] = lambda obs, act: LambdaConnector(add_values)
     return MultiAgentRollout([partial(NumberedAgents, 0, nested=0)], **options)
 
 

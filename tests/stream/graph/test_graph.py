@@ -38,16 +38,8 @@ def test_synchronous_neighbours_are_one_task_unless_a_channel_lies_between(ways:
 
 
 def test_the_fields_of_a_named_tuple_are_outlets() -> None:
-    graph = drawn(
-        "source > split",
-        "split.low > double",
-        "split.high > show",
-        outputs={"doubled": "double"},
-        source=numbers,
-        split=split,
-        double=double,
-        show=show,
-    )
+    nodes: Any = {"source": numbers, "split": split, "double": double, "show": show}
+    graph = drawn("source > split", "split.low > double", "split.high > show", outputs={"doubled": "double"}, **nodes)
     graph.validate()
     with pytest.raises(GraphError, match=r"split.high gives str, but double.number takes int"):
         graph.connect("split.high", "double")
@@ -76,15 +68,8 @@ def test_a_graph_is_a_node_of_another() -> None:
     inner.add(a=double, b=double)
     inner.connect("a", "b")
     inner.output("doubled", "b")
-    outer = drawn(
-        "source > twice/a",
-        "twice.doubled > text > show",
-        name="outer",
-        source=numbers,
-        twice=inner,
-        text=to_text,
-        show=show,
-    )
+    nodes: Any = {"source": numbers, "twice": inner, "text": to_text, "show": show}
+    outer = drawn("source > twice/a", "twice.doubled > text > show", name="outer", **nodes)
     with pytest.raises(GraphError, match=r"'twice.a': node 'twice' has no inlet 'a'; inlets: none"):
         outer.connect("source", "twice.a")
     with pytest.raises(GraphError, match=r"graph 'outer' has a node 'twice' already"):

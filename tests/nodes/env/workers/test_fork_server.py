@@ -209,13 +209,6 @@ with Rollout(Mine, where="processes", fragment_length=4, num_fragments=1) as rol
 def test_a_script_without_a_guard_has_workers_for_what_it_defines(source: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = {"file": ["script.py"], "stdin": ["-"], "argument": ["-c", SCRIPT]}[source]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        input=SCRIPT if source == "stdin" else "",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=LONGEST_S,
-        check=False,
-    )
+    options: Any = {"input": SCRIPT if source == "stdin" else "", "cwd": tmp_path, "timeout": LONGEST_S}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
     assert (done.stdout, done.stderr) == ("4.0\n", "")

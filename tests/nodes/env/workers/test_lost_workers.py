@@ -66,15 +66,8 @@ def test_what_is_open_ends_as_truncated_and_says_why(
     tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
 ) -> None:
     maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
-    with Rollout(
-        maker,
-        where="processes",
-        module=NumberedModule(),
-        fragment_length=8,
-        num_fragments=2,
-        timeouts=Timeouts(step=1.0),
-        seed=0,
-    ) as rollout:
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "timeouts": Timeouts(step=1.0), "seed": 0}
+    with Rollout(maker, where="processes", module=NumberedModule(), **options) as rollout:
         first, second = rollout.fragments()
         assert rollout.lost == {"workers": 1}
         assert rollout.returns.count == 0  # it is no episode's return
