@@ -28,15 +28,9 @@ from rollflow.stream.data.tree import equal_trees
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved policy with a memory, and with pieces that have learnt something."""
     path = tmp_path_factory.mktemp("policy") / "cartpole"
-    with Rollout(
-        "CartPole-v1",
-        num_envs=2,
-        fragment_length=32,
-        num_fragments=2,
-        model_config=DefaultModelConfig(fcnet_hiddens=(8,), use_lstm=True),
-        env_to_module_connector=lambda env: [MeanStdFilter(), FrameStacking(num_frames=2)],
-        seed=0,
-    ) as rollout:
+    options: Any = {"model_config": DefaultModelConfig(fcnet_hiddens=(8,), use_lstm=True), "seed": 0}
+    options["env_to_module_connector"] = lambda env: [MeanStdFilter(), FrameStacking(num_frames=2)]
+    with Rollout("CartPole-v1", num_envs=2, fragment_length=32, num_fragments=2, **options) as rollout:
         list(rollout.fragments())
         rollout.save_policy(path)
     return path

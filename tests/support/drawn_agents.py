@@ -71,15 +71,9 @@ def modules_of(drawn: Drawn) -> dict[str, SerialModule]:
 def made(drawn: Drawn, **options: Any) -> tuple[list[NumberedAgents], MultiAgentRollout]:
     """The environments, and a rollout over them."""
     envs, makers = envs_of(drawn)
-    rollout = MultiAgentRollout(
-        options.pop("env", makers),
-        agent_to_module_mapping_fn=mapping_of(drawn),
-        lanes=options.pop("lanes", drawn.lanes),
-        fragment_length=drawn.fragment_length,
-        lookback=drawn.lookback,
-        seed=drawn.seed,
-        **{"module": modules_of(drawn), **options},
-    )
+    shape: Any = {"fragment_length": drawn.fragment_length, "lookback": drawn.lookback, "seed": drawn.seed}
+    options = {"module": modules_of(drawn), "lanes": drawn.lanes, **shape, **options}
+    rollout = MultiAgentRollout(options.pop("env", makers), agent_to_module_mapping_fn=mapping_of(drawn), **options)
     return envs, rollout
 
 

@@ -103,13 +103,8 @@ def fragments(
     return made
 
 
-DRAWN: dict[str, Any] = {
-    "nested": st.booleans(),
-    "kind": st.sampled_from(KINDS),
-    "custom": st.booleans(),
-    "explore": st.booleans(),
-    "seed": st.integers(0, 100),
-}
+DRAWN: dict[str, Any] = {"nested": st.booleans(), "kind": st.sampled_from(KINDS), "custom": st.booleans()}
+DRAWN |= {"explore": st.booleans(), "seed": st.integers(0, 100)}
 
 
 def check_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:

@@ -109,13 +109,8 @@ def test_a_single_agent_beside_several_gets_its_item_as_it_is() -> None:
 
 
 def agent_episode(episode_id: str, agent_id: str, module_id: str | None, observation: Any) -> SingleAgentEpisode:
-    return SingleAgentEpisode(
-        observations=[observation],
-        agent_id=agent_id,
-        module_id=module_id,
-        multi_agent_episode_id=episode_id,
-        len_lookback_buffer=0,
-    )
+    ids: Any = {"agent_id": agent_id, "module_id": module_id, "multi_agent_episode_id": episode_id}
+    return SingleAgentEpisode(observations=[observation], len_lookback_buffer=0, **ids)
 
 
 EPISODES = [agent_episode("e", "a", "m", 1), agent_episode("e", "b", "n", 2), agent_episode("f", "a", "m", 3)]

@@ -201,13 +201,8 @@ def test_stacks_are_joined_on_the_last_axis_oldest_first() -> None:
 
 
 def test_before_a_learner_there_is_a_stack_for_every_step_that_reaches_into_the_lookback() -> None:
-    episode = SingleAgentEpisode(
-        observations=[np.array([float(number)]) for number in range(6)],
-        actions=[0] * 5,
-        rewards=[0.0] * 5,
-        len_lookback_buffer=2,
-        t_started=7,
-    )
+    seen: Any = {"observations": [np.array([float(number)]) for number in range(6)], "len_lookback_buffer": 2}
+    episode = SingleAgentEpisode(actions=[0] * 5, rewards=[0.0] * 5, t_started=7, **seen)
     batch = call(FrameStacking(num_frames=4, as_learner_conector=True), [episode])
     stacks = [item.tolist() for item in batch["obs"][(episode.id_,)]]
     assert stacks == [[0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4]]

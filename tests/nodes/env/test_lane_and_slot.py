@@ -77,14 +77,9 @@ def test_with_several_agents_the_slot_is_the_environments() -> None:
 
 
 def test_rows_of_a_stateful_module_have_their_place_in_every_step() -> None:
-    with Rollout(
-        numbered(2),
-        model_config=DefaultModelConfig(use_lstm=True, max_seq_len=4),
-        fragment_length=10,
-        num_fragments=1,
-        learner_connector=lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True),
-        seed=0,
-    ) as rollout:
+    options: Any = {"model_config": DefaultModelConfig(use_lstm=True, max_seq_len=4), "seed": 0}
+    options["learner_connector"] = lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True)
+    with Rollout(numbered(2), fragment_length=10, num_fragments=1, **options) as rollout:
         [batch] = rollout.batches()
         mask = batch["loss_mask"]
         assert (batch["slot"][mask] == batch["obs"][mask][:, 0]).all()

@@ -245,13 +245,8 @@ def check_agents(fragments: list[Any]) -> None:
     assert seen == {"even", "odd", "always"}
 
 
-AGENTS_OPTIONS: dict[str, Any] = {
-    "module": {"even": Chooses, "odd": Chooses, "always": None},
-    "module_to_env_connector": spreads_pairs,
-    "fragment_length": 8,
-    "num_fragments": 2,
-    "seed": 0,
-}
+AGENTS_OPTIONS: dict[str, Any] = {"module_to_env_connector": spreads_pairs, "fragment_length": 8}
+AGENTS_OPTIONS |= {"module": {"even": Chooses, "odd": Chooses, "always": None}, "num_fragments": 2, "seed": 0}
 
 
 @pytest.mark.parametrize("place", ["inline", "processes", "hosts"])

@@ -233,14 +233,8 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     metrics.log_value("cleared", 1.0, clear_on_reduce=True)
     metrics.reduce()
     counts = Counts(elapsed_s=1.0, metrics=metrics, report=report_of(1.0))
-    assert figures_of(counts, counts).keys() == {
-        "rollout/episodes",
-        "time/total_timesteps",
-        "time/iterations",
-        "time/time_elapsed",
-        "time/fps",
-        "time/fps_now",
-    }
+    names = {"rollout/episodes", "time/total_timesteps", "time/iterations", "time/time_elapsed"}
+    assert figures_of(counts, counts).keys() == names | {"time/fps", "time/fps_now"}
 
 
 OF_TABLE = ("time/fps", "busy/env", "metrics/x", "policy/version/hunter", "steps", "time", "global_step")

@@ -150,15 +150,12 @@ def test_pieces_log_into_the_rollouts_metrics() -> None:
         metrics.log_value(("pieces", "calls"), 1, reduce="sum")
         metrics.log_value("slots", len(episodes), window=10)
 
-    with Rollout(
-        "CartPole-v1",
-        num_envs=3,
-        fragment_length=5,
-        num_fragments=2,
-        env_to_module_connector=lambda env: LambdaConnector(log, changes_episodes=False),
-        module_to_env_connector=lambda env: LambdaConnector(log, changes_episodes=False),
-        learner_connector=lambda obs_space, act_space: LambdaConnector(log),
-    ) as rollout:
+    def logs(env: Any) -> LambdaConnector:
+        return LambdaConnector(log, changes_episodes=False)
+
+    acts: Any = {"env_to_module_connector": logs, "module_to_env_connector": logs}
+    acts["learner_connector"] = lambda obs_space, act_space: LambdaConnector(log)
+    with Rollout("CartPole-v1", num_envs=3, fragment_length=5, num_fragments=2, **acts) as rollout:
         batches = list(rollout.batches())
     assert rollout.metrics.peek(("pieces", "calls")) == 11 + 10 + len(batches)  # the last observation is prepared, too
 

@@ -122,15 +122,10 @@ def test_pieces_agree_on_columns_and_one_by_one(max_seq_len: int, sizes: dict[st
 def chunk(steps: int, *, t_started: int = 0, lookback: int = 0) -> SingleAgentEpisode:
     """Observations are the step's number, and the state after each is ten times that."""
     numbers = range(t_started - lookback, t_started + steps)
-    return SingleAgentEpisode(
-        f"from {t_started}",
-        observations=[float(number) for number in [*numbers, t_started + steps]],
-        actions=[0 for _ in numbers],
-        rewards=[1.0 for _ in numbers],
-        extra_model_outputs={"state_out": [np.array([10.0 * number]) for number in numbers]},
-        t_started=t_started,
-        len_lookback_buffer=lookback,
-    )
+    given: Any = {"observations": [float(number) for number in [*numbers, t_started + steps]], "t_started": t_started}
+    given |= {"actions": [0 for _ in numbers], "rewards": [1.0 for _ in numbers]}
+    states = {"state_out": [np.array([10.0 * number]) for number in numbers]}
+    return SingleAgentEpisode(f"from {t_started}", extra_model_outputs=states, len_lookback_buffer=lookback, **given)
 
 
 class Two(RLModule):

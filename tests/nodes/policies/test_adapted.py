@@ -168,15 +168,12 @@ def test_an_adapted_policy_has_an_onnx_program(tmp_path: Path) -> None:
         spaces.Dict({"place": spaces.Box(0.0, 4.0, (2,), np.float32), "speed": SPEED, "more": spaces.Discrete(3)}),
         spaces.Dict({"fire": spaces.Discrete(2), "turn": spaces.Box(-1.0, 1.0, (3,), np.float32)}),
     )
-    adapted = old.adapted(
-        new,
-        fields={
-            "observation['place']": ["observation['place']", 0.5, -1.0],
-            "action['turn'][0]": "action['turn'][1]",
-            "action['turn'][1]": 0.5,
-            "action['turn'][2]": "action['turn'][0]",
-        },
-    )
+    turn = {
+        "action['turn'][0]": "action['turn'][1]",
+        "action['turn'][1]": 0.5,
+        "action['turn'][2]": "action['turn'][0]",
+    }
+    adapted = old.adapted(new, fields={"observation['place']": ["observation['place']", 0.5, -1.0], **turn})
     adapted.save(tmp_path / "p", onnx=True)
     small = OnnxPolicy.load(tmp_path / "p")
     for _ in range(8):

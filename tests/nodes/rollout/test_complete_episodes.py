@@ -125,14 +125,13 @@ class Wide(SerialModule):
 def test_modules_that_come_and_go_leave_no_step_out_of_whole_episodes() -> None:
     def parts_of(**loop: Any) -> tuple[list[Any], MultiAgentRollout]:
         present, coming = [0], count(1)
-        rollout = MultiAgentRollout(
-            [partial(NumberedAgents, slot, agents=4, nested=0, length=14) for slot in range(2)],
-            module={0: Wide(0)},
-            agent_to_module_mapping_fn=lambda agent, episode: present[int(episode.id_, 16) % len(present)],
-            fragment_length=3,
-            num_fragments=40,
-            seed=1,
-        )
+
+        def module_of(agent: str, episode: Any) -> Any:
+            return present[int(episode.id_, 16) % len(present)]
+
+        makers = [partial(NumberedAgents, slot, agents=4, nested=0, length=14) for slot in range(2)]
+        options: Any = {"module": {0: Wide(0)}, "agent_to_module_mapping_fn": module_of}
+        rollout = MultiAgentRollout(makers, fragment_length=3, num_fragments=40, seed=1, **options)
 
         @rollout.on_episode
         def change(episode: Any) -> None:
@@ -156,27 +155,17 @@ def test_modules_that_come_and_go_leave_no_step_out_of_whole_episodes() -> None:
 
 def test_pieces_that_look_back_see_zeros_before_an_episode() -> None:
     stacks = lambda *spaces: FrameStacking(num_frames=3, as_learner_connector=True)  # noqa: E731
-    with Rollout(
-        partial(NumberedEnv, 1, lengths=(6, 6)),
-        fragment_length=4,
-        num_fragments=3,
-        env_to_module_connector=lambda env: FrameStacking(num_frames=3),
-        learner_connector=stacks,
-        seed=0,
-    ) as rollout:
+    options: Any = {"fragment_length": 4, "num_fragments": 3, "learner_connector": stacks, "seed": 0}
+    options["env_to_module_connector"] = lambda env: FrameStacking(num_frames=3)
+    with Rollout(partial(NumberedEnv, 1, lengths=(6, 6)), **options) as rollout:
         first, second = rollout.batches(complete_episodes=True)
     assert first["obs"][:, 2::3].tolist() == [[max(0, step - 2), max(0, step - 1), step] for step in range(6)]
     assert torch.equal(second["obs"][:, 2::3], first["obs"][:, 2::3])
 
 
 def test_stateful_modules_begin_every_episode_with_the_initial_state() -> None:
-    with Rollout(
-        partial(NumberedEnv, 1, lengths=(6, 6)),
-        model_config=DefaultModelConfig(use_lstm=True, max_seq_len=4),
-        fragment_length=5,
-        num_fragments=4,
-        seed=0,
-    ) as rollout:
+    config, env = DefaultModelConfig(use_lstm=True, max_seq_len=4), partial(NumberedEnv, 1, lengths=(6, 6))
+    with Rollout(env, model_config=config, fragment_length=5, num_fragments=4, seed=0) as rollout:
         for batch in rollout.batches(complete_episodes=True):
             assert batch["seq_lens"].tolist() == [4, 2]
             for leaf in batch["state_in"].values():

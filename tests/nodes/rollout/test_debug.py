@@ -58,15 +58,9 @@ SEVERAL = pytest.mark.parametrize("several", [False, True], ids=["one agent", "s
 def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for(where: Any, several: bool) -> None:
     THREADS.clear()
     pieces = [Watches() for _ in range(4)]
-    options: dict[str, Any] = {
-        "where": where,
-        "num_fragments": 3,
-        "debug": True,
-        "env_to_module_connector": lambda env: pieces[0],
-        "module_to_env_connector": lambda env: pieces[1],
-        "learner_connector": lambda obs_space, act_space: pieces[2],
-        **THREADED,
-    }
+    options: dict[str, Any] = {"where": where, "num_fragments": 3, "debug": True, **THREADED}
+    options |= {"env_to_module_connector": lambda env: pieces[0], "module_to_env_connector": lambda env: pieces[1]}
+    options["learner_connector"] = lambda obs_space, act_space: pieces[2]
     if several:
         modules = {name: watched(SerialModule, "_forward")() for name in ("plain 0", "plain 1")}
         options |= {"env": makers_of(AGENTS, watched(NumberedAgents, "step")), "module": modules}

@@ -200,14 +200,10 @@ def test_modules_pieces_and_random_numbers_stay_as_they_were(how: str) -> None:
         return [str(torch.get_rng_state()), str(np.random.get_state()), str(random.getstate()), str(spaces)]
 
     before = generators()
-    rollout = Rollout(
-        Draws,
-        module=module if how == "instance" else lambda observations, actions: module,
-        where="auto",
-        num_envs=4,
-        env_to_module_connector=lambda env: pieces[0],
-        module_to_env_connector=lambda env: [pieces[1]],
-    )
+    acts: Any = {"module": module if how == "instance" else lambda observations, actions: module}
+    acts["env_to_module_connector"] = lambda env: pieces[0]
+    acts["module_to_env_connector"] = lambda env: [pieces[1]]
+    rollout = Rollout(Draws, where="auto", num_envs=4, **acts)
     rollout.environments.close()
     assert "inline (1 lanes)" in rollout.placement
     assert generators() == before

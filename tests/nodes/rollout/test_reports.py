@@ -32,13 +32,8 @@ class Slow(ConnectorV2):
 @pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
 @pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
 def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(kind: Any, place: str) -> None:
-    options: dict[str, Any] = {
-        "module": NumberedModule() if kind is Rollout else SerialModule(),
-        "fragment_length": 8,
-        "num_fragments": 3,
-        "seed": 0,
-        "lanes": 2,
-    }
+    options: dict[str, Any] = {"module": NumberedModule() if kind is Rollout else SerialModule(), "lanes": 2}
+    options |= {"fragment_length": 8, "num_fragments": 3, "seed": 0}
     pieces: dict[str, Any] = {
         name: lambda *spaces: Slow() for name in ("env_to_module_connector", "module_to_env_connector")
     }

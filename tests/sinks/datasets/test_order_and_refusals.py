@@ -350,16 +350,10 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
         DatasetSink(path, metadata="x")  # type: ignore[arg-type]
     with DatasetSink(path) as sink, pytest.raises(DatasetError, match="a dataset takes fragments, got dict"):
         sink({})  # type: ignore[arg-type]
-    for options in (
-        {"batch_size": 0},
-        {"passes": 0},
-        {"lookback": -1},
-        {"rank": 1},
-        {"window_steps": 0},
-        {"complete_episodes": 2},
-    ):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            DatasetSource(path, **options)  # type: ignore[arg-type]
+    wrong = {"batch_size": 0, "passes": 0, "lookback": -1, "rank": 1, "window_steps": 0, "complete_episodes": 2}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            DatasetSource(path, **{name: value})  # type: ignore[arg-type]
 
 
 def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

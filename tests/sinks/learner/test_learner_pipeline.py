@@ -78,15 +78,10 @@ class Counting(RLModule):
 
 
 def rollout_of(**options: Any) -> MultiAgentRollout:
-    return MultiAgentRollout(
-        [partial(NumberedAgents, env, nested=0) for env in range(3)],
-        module={"a": Counting(), "b": Counting()},
-        agent_to_module_mapping_fn={f"agent {number}": "ab"[number % 2] for number in range(4)},
-        fragment_length=6,
-        num_fragments=5,
-        seed=2,
-        **options,
-    )
+    acts: Any = {"module": {"a": Counting(), "b": Counting()}}
+    acts["agent_to_module_mapping_fn"] = {f"agent {number}": "ab"[number % 2] for number in range(4)}
+    makers = [partial(NumberedAgents, env, nested=0) for env in range(3)]
+    return MultiAgentRollout(makers, fragment_length=6, num_fragments=5, seed=2, **acts, **options)
 
 
 async def test_batches_of_a_graph_are_those_of_the_loop() -> None:

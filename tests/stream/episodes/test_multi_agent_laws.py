@@ -113,14 +113,9 @@ def test_the_constructor_makes_what_reset_and_steps_make(told: Told, numpy: bool
     last = told.steps[-1]
     ended = {agent_id for step in told.steps[:-1] for key in ("terminateds", "truncateds") for agent_id in step[key]}
     stepped = told.episode()
-    built = MultiAgentEpisode(
-        "e",
-        **columns,
-        terminateds=last["terminateds"],
-        truncateds=last["truncateds"],
-        len_lookback_buffer=0,
-        agent_episode_ids={agent_id: f"e-{agent_id}" for agent_id in AGENTS},
-    )
+    ends = {name: last[name] for name in ("terminateds", "truncateds")}
+    ids = {agent_id: f"e-{agent_id}" for agent_id in AGENTS}
+    built = MultiAgentEpisode("e", **columns, **ends, len_lookback_buffer=0, agent_episode_ids=ids)
     for agent_id in built.agent_ids - ended:
         for name in ("observations", "infos", "actions", "rewards"):
             assert read(built, name, None, agent_id) == read(stepped, name, None, agent_id)

@@ -57,14 +57,8 @@ class Constant(RLModule):
 def test_large_statistics_of_connectors_reach_every_worker() -> None:
     options: Any = {"num_envs": 2, "workers": 2, "fragment_length": 2, "num_fragments": 3, "seed": 0}
     connector: Any = lambda env: MeanStdFilter()  # noqa: E731
-    with Rollout(
-        Large,
-        where="rollouts",
-        module=Constant(),
-        env_to_module_connector=connector,
-        timeouts=Timeouts(step=5.0),
-        **options,
-    ) as rollout:
+    options |= {"env_to_module_connector": connector, "timeouts": Timeouts(step=5.0)}
+    with Rollout(Large, where="rollouts", module=Constant(), **options) as rollout:
         fragments = list(rollout.fragments())
         assert rollout.lost == {}
     assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [

@@ -46,13 +46,8 @@ class Rich(MultiAgentEnv):
 
 
 def test_ids_spaces_and_infos_of_every_kind_cross_the_wire() -> None:
-    options: Any = {
-        "fragment_length": 8,
-        "num_fragments": 2,
-        "seed": 1,
-        "module": {"first": None, "others": None},
-        "agent_to_module_mapping_fn": {"first": "first", 7: "others", -3: "others"},
-    }
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "seed": 1, "module": {"first": None, "others": None}}
+    options["agent_to_module_mapping_fn"] = {"first": "first", 7: "others", -3: "others"}
     envs = listening()
     with hosting(envs.addresses[0], Rich, num_envs=1), MultiAgentRollout(envs, **options) as rollout:
         ours = list(rollout.fragments())

@@ -59,14 +59,9 @@ def test_every_agent_step_of_a_lost_environment_is_in_a_chunk_or_counted(
 
 def test_nothing_is_kept_of_a_lane_that_has_left_nor_of_the_modules_that_served_it(tmp_path: Path) -> None:
     serving, envs = {"id": "first"}, listening()
-    with (
-        hosting(envs.addresses[0], makers(tmp_path, 0, length=3)),
-        rollout_over(
-            envs,
-            module={"first": SerialModule(), "second": SerialModule()},
-            agent_to_module_mapping_fn=lambda agent, episode: serving["id"],
-        ) as rollout,
-    ):
+    acts: Any = {"module": {"first": SerialModule(), "second": SerialModule()}}
+    acts["agent_to_module_mapping_fn"] = lambda agent, episode: serving["id"]
+    with hosting(envs.addresses[0], makers(tmp_path, 0, length=3)), rollout_over(envs, **acts) as rollout:
         fragments = iter(rollout.fragments())
         with hosting(envs.addresses[0], makers(tmp_path, 1, 2, length=3), lanes=2):
             taken = taken_until(fragments, lambda more: slots_of(more) >= {0, 1, 2})
