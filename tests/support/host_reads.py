@@ -58,7 +58,7 @@ def _is_read(name: str, args: Any, kwargs: Any) -> bool:
     if name in _INDEXING:  # by a mask: how many there are has to be known
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name == "lift_fresh":  # values from the host: a copy from memory that is not pinned waits as well
-        return args[0].ndim > 0
+        return args[0].ndim > 0 and args[0].numel() > 0
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None and isinstance(args[-1], torch.Tensor)
     return name in OPERATIONS
