@@ -45,10 +45,8 @@ def rewrite(file: Path, name: str, value: object, row: int | None = None) -> Non
     with pq.ParquetWriter(file, groups[0].schema) as writer:
         first = 0
         for table in groups:
-            values = [
-                value if row in (None, place) else each
-                for place, each in enumerate(table.column(name).to_pylist(), first)
-            ]
+            there = enumerate(table.column(name).to_pylist(), first)
+            values = [value if row in (None, place) else each for place, each in there]
             first += len(table)
             column = pa.array(values, table.schema.field(name).type)
             writer.write_table(table.set_column(at, table.schema.field(at), column), row_group_size=len(table))

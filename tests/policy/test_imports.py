@@ -8,11 +8,8 @@ import pytest
 import rollflow.policy
 
 ENGINE = {"anyio", "rollflow.nodes.rollout", "rollflow.nodes.env", "rollflow.stream.graph.graph", "rollflow.sinks"}
-OTHER_WORK = {
-    "rollflow.nodes.connectors.pipelines.adapting",
-    "rollflow.nodes.policies.onnx_export",
-    "rollflow.stream.observe.watch",
-}
+OTHER_WORK = {"rollflow.nodes.connectors.pipelines.adapting", "rollflow.nodes.policies.onnx_export"}
+OTHER_WORK |= {"rollflow.stream.observe.watch"}
 
 
 @pytest.mark.slow

@@ -206,10 +206,7 @@ ITSELF = "ConnectorPipelineV2 was to be put into itself"
         (lambda pipeline: pipeline.insert_before("Other", pipeline[0]), TWICE),
         (lambda pipeline: ConnectorPipelineV2(connectors=[pipeline[0]] * 2), TWICE),
         (lambda pipeline: pipeline.append(3), "3 is int, expected a ConnectorV2 piece"),
-        (
-            lambda pipeline: pipeline.append(Append),
-            r"is the class Append, not Append\(\), expected a ConnectorV2 piece",
-        ),
+        (lambda made: made.append(Append), r"is the class Append, not Append\(\), expected a ConnectorV2 piece"),
         (lambda pipeline: pipeline.append(pipeline), ITSELF),
         (lambda pipeline: pipeline.append(ConnectorPipelineV2(connectors=[pipeline])), ITSELF),
         (lambda pipeline: pipeline.set_state({"Nope": {}}), r"a state for \['Nope'\], expected .*; pieces: Append"),

@@ -263,10 +263,8 @@ def test_a_piece_that_makes_nan_of_actions_is_named(column: str) -> None:
     piece = LambdaConnector(broken)
     options: Any = {"fragment_length": 5, "seed": 3, "module_to_env_connector": lambda env: piece}
     told = f"'{column}' is NaN in row 0, 1 of a lane's batch, behind the connector pieces GetActions, .*broken, "
-    with (
-        pytest.raises(ConnectorError, match=told),
-        Rollout([lambda: Steered(-1.0, 1.0)] * 2, module=Steers(), **options) as rollout,
-    ):
+    made = Rollout([lambda: Steered(-1.0, 1.0)] * 2, module=Steers(), **options)
+    with pytest.raises(ConnectorError, match=told), made as rollout:
         next(iter(rollout.fragments()))
 
 

@@ -44,11 +44,8 @@ class Scripted(SmallEnv):
 
 
 def test_what_an_environment_writes_over_is_kept() -> None:
-    chunks = [
-        chunk
-        for fragment in fragments_of(Scripted, fragment_length=5, num_fragments=2)
-        for chunk in fragment.episodes()
-    ]
+    fragments = fragments_of(Scripted, fragment_length=5, num_fragments=2)
+    chunks = [chunk for fragment in fragments for chunk in fragment.episodes()]
     shown = [[tuple(map(int, row)) for row in chunk.get_observations(slice(None))] for chunk in chunks]
     assert shown == [
         [(1, 0), (1, 1), (1, 2), (1, 3)],

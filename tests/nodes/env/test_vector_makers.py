@@ -32,10 +32,8 @@ def lanes_of(env: Any, **options: Any) -> list[tuple[int, int, list[Any]]]:
     """Lane, slots, and rewards of a fragment of each lane."""
     given: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 1, "seed": 5}
     with Rollout(env, **given, **options) as rollout:
-        return sorted(
-            (fragment.lane, fragment.layout.num_slots, fragment.column("rewards").tolist())
-            for fragment in rollout.fragments()
-        )
+        fragments = list(rollout.fragments())
+        return sorted((each.lane, each.layout.num_slots, each.column("rewards").tolist()) for each in fragments)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -58,11 +58,8 @@ def test_csv_that_is_there_is_added_to_also_behind_a_cut_line(tmp_path: Path) ->
     with path.open("a") as file:
         file.write("20,2")  # as a kill leaves it
     write(f"csv:{path}", row_of(30, b=3.0, a=4.0))
-    assert [(row["steps"], row["a"], row["b"]) for row in csv_rows(path)] == [
-        ("10", "1.5", ""),
-        ("20", "", ""),
-        ("30", "4.0", "3.0"),
-    ]
+    rows = [(row["steps"], row["a"], row["b"]) for row in csv_rows(path)]
+    assert rows == [("10", "1.5", ""), ("20", "", ""), ("30", "4.0", "3.0")]
 
 
 def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Path) -> None:
@@ -110,10 +107,8 @@ def test_tensorboard_has_a_scalar_for_each_figure(tmp_path: Path, axis: Any, pla
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
     scalars = events.Scalars("train/loss")
-    assert [(each.step, each.wall_time, each.value) for each in scalars] == [
-        (places[0], 1010.5, 0.5),
-        (places[1], 1020.5, 0.25),
-    ]
+    seen = [(each.step, each.wall_time, each.value) for each in scalars]
+    assert seen == [(places[0], 1010.5, 0.5), (places[1], 1020.5, 0.25)]
 
 
 def scraped(server: Prometheus) -> dict[str, float]:

@@ -22,10 +22,8 @@ class Policy(RLModule):
         self.value_layer = torch.nn.Linear(width, 1)
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {
-            "action_dist_inputs": self.action_layer(batch["obs"]),
-            "vf_preds": self.value_layer(batch["obs"]).squeeze(-1),
-        }
+        obs = batch["obs"]
+        return {"action_dist_inputs": self.action_layer(obs), "vf_preds": self.value_layer(obs).squeeze(-1)}
 
 
 class Echo(RLModule):
@@ -88,11 +86,8 @@ def test_a_module_without_values_says_what_it_gave() -> None:
 
 def test_a_module_names_the_distribution_of_its_action_space() -> None:
     module = Policy(SEEN, spaces.Discrete(2))
-    for get in (
-        module.get_exploration_action_dist_cls,
-        module.get_inference_action_dist_cls,
-        module.get_train_action_dist_cls,
-    ):
+    for name in ("exploration", "inference", "train"):
+        get = getattr(module, f"get_{name}_action_dist_cls")
         assert get().required_input_dim == 2
         assert get() is get()
     module.action_space = spaces.MultiDiscrete([2, 3])

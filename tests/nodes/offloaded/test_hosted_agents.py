@@ -52,10 +52,8 @@ def test_environments_that_raise_on_a_host_begin_anew(tmp_path: Path) -> None:
     hosts = listening(RemoteRollouts)
     kinds: Any = {"agents": 2, "nested": 0, "at_once": True}
     doomed = [partial(DoomedAgents, 0, tmp_path, fate="raise", step=13, lives=1, **kinds)]
-    with (
-        hosting(hosts.addresses[0], doomed, kind=RolloutHost, module=SerialModule()),
-        over(hosts, num_fragments=3) as rollout,
-    ):
+    host = hosting(hosts.addresses[0], doomed, kind=RolloutHost, module=SerialModule())
+    with host, over(hosts, num_fragments=3) as rollout:
         fragments = in_time(list(rollout.fragments()))
         check_laws(rollout, fragments, tmp_path, 1)
         assert rollout.lost == {"workers": 2}
@@ -65,10 +63,8 @@ def test_environments_that_raise_on_a_host_begin_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["rollouts", "hosted rollouts"])
 def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
-    acts: Any = {
-        "module": RandomModule,
-        "env_to_module_connector": lambda part: [LambdaConnector(log_rows), MeanStdFilter()],
-    }
+    acts: Any = {"module": RandomModule}
+    acts["env_to_module_connector"] = lambda part: [LambdaConnector(log_rows), MeanStdFilter()]
     makers = [partial(NumberedAgents, slot, agents=2, nested=0, at_once=True, length=50) for slot in range(2)]
     options: Any = {"kind": MultiAgentRollout, "num_fragments": 3, "fragment_length": 10, "seed": 0}
     with rollout_at(place, makers, acts=acts, envs={"lanes": 2}, **options) as made_there, made_there as rollout:

@@ -68,10 +68,8 @@ def test_settings_that_make_no_sense_are_refused(changed: dict[str, Any], told: 
     ],
 )
 def test_a_host_that_is_told_nonsense_says_so_and_listens_on(news: list[Any], told: str, tmp_path: Path) -> None:
-    with (
-        RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule()) as host,
-        serving(host, f"unix:{tmp_path}/host") as address,
-    ):
+    made = RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule())
+    with made as host, serving(host, f"unix:{tmp_path}/host") as address:
         first = RawGateway(address)
         first.welcome()
         for each in news:

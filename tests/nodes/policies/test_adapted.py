@@ -135,11 +135,8 @@ def new_cart_pole() -> gym.Env[Any, Any]:
     return TransformAction(TransformObservation(old, lambda obs: np.hstack((obs, more)), seen), old_action, chosen)
 
 
-POLE: dict[str, Any] = {
-    **{f"observation[{place}]": f"observation[{place}]" for place in range(4)},
-    "action[0]": "action",
-    "action[1]": 1,
-}
+POLE: dict[str, Any] = {f"observation[{place}]": f"observation[{place}]" for place in range(4)}
+POLE |= {"action[0]": "action", "action[1]": 1}
 
 
 @pytest.mark.slow

@@ -121,10 +121,8 @@ def change_file_list(copy: Path, saved: Path, rng: random.Random) -> Path:
     def change(manifest: dict[str, Any]) -> None:
         entries = manifest["files"]
         if rng.random() < 0.3:
-            entries[rng.choice(["../p/module.safetensors", "/etc/passwd", "policy.json", "x"])] = {
-                "bytes": 1 << 40,
-                "sha256": "",
-            }
+            name = rng.choice(["../p/module.safetensors", "/etc/passwd", "policy.json", "x"])
+            entries[name] = {"bytes": 1 << 40, "sha256": ""}
         mutate(entries, rng)
 
     sign(copy, change)

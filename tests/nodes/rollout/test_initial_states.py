@@ -121,11 +121,8 @@ def check_fragments(fragments: list[Any], *, several: bool = False) -> None:
             assert type(episode).from_state(episode.get_state()).initial_state["s"][0].tolist() == [1000.0]
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    **PLACES,
-    "next step": {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP},
-    "lanes": {"lanes": 2},
-}
+NEXT_STEP = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+WAYS: dict[str, dict[str, Any]] = {**PLACES, "next step": NEXT_STEP, "lanes": {"lanes": 2}}
 
 
 @pytest.mark.parametrize("way", WAYS)

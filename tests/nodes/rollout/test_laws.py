@@ -153,11 +153,8 @@ def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: Mo
 @given(drawn_settings, MODES, st.integers(1, 4))
 def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Mode, count: int) -> None:
     fragments = []
-    for connectors in (
-        {},
-        {"env_to_module_connector": lambda env: ByEpisodes()},
-        {"module_to_env_connector": lambda env: ByEpisodes()},
-    ):
+    names = "env_to_module_connector", "module_to_env_connector"
+    for connectors in ({}, *({name: lambda env: ByEpisodes()} for name in names)):
         _, rollout = made(drawn, mode, **connectors)
         fragments.append(run(rollout, count))
     for others in fragments[1:]:

@@ -93,10 +93,8 @@ def test_observations_of_pieces_that_do_not_fit_are_told_by_leaf_and_shapes(piec
     env: Any = Camera if agents == "one" else lambda: Together({agent: Camera() for agent in "ab"})
     count = 4 if agents == "one" else 2
     options = {"module": RandomModule, "num_envs": count, "fragment_length": 8, "num_fragments": 1, "seed": 0}
-    with (
-        pytest.raises(ColumnError) as raised,
-        kind(env, **options, env_to_module_connector=lambda *args: piece()) as rollout,
-    ):
+    options |= {"env_to_module_connector": lambda *args: piece()}
+    with pytest.raises(ColumnError) as raised, kind(env, **options) as rollout:
         list(rollout.fragments())
     text = str(raised.value)
     assert text.startswith("column 'obs'")

@@ -860,10 +860,8 @@ def test_one_seed_makes_one_default_module_and_leaves_torch_its_own(monkeypatch:
     expected = torch.rand(3)
     torch.manual_seed(5)
     monkeypatch.delattr(torch.cuda, "manual_seed_all")  # nobody restores what generators of devices had
-    weights = [
-        torch.cat([each.flatten() for each in Rollout("CartPole-v1", seed=seed).module.parameters()])
-        for seed in (0, 0, 1)
-    ]
+    modules = [Rollout("CartPole-v1", seed=seed).module for seed in (0, 0, 1)]
+    weights = [torch.cat([each.flatten() for each in module.parameters()]) for module in modules]
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])

@@ -403,10 +403,8 @@ def explore(env: Any) -> ConnectorV2:
 
 def check_choices(place: str, drawn: Setting) -> None:
     makers = [partial(MaskedEnv, slot, drawn.form.longest) for slot in range(drawn.slots)]
-    acts: dict[str, Any] = {
-        "module": Counting(model_config={"max_seq_len": MAX_SEQ_LEN}),
-        "module_to_env_connector": explore,
-    }
+    module = Counting(model_config={"max_seq_len": MAX_SEQ_LEN})
+    acts: dict[str, Any] = {"module": module, "module_to_env_connector": explore}
     # In this mode each vector step is a step of every slot.
     envs = {"lanes": drawn.lanes, "autoreset_mode": AutoresetMode.SAME_STEP}
     options = {"fragment_length": drawn.fragment_length, "prefetch": drawn.prefetch, "seed": drawn.seed}

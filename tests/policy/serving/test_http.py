@@ -126,10 +126,8 @@ def test_what_lies_outside_of_a_discrete_space_is_named_with_its_place(
 
 def test_policies_describe_themselves(server: HttpServer) -> None:
     listed = httpx.get(f"{server.url}/v1/policies").json()["policies"]
-    assert [(each["name"], each["versions"], each["has_memory"]) for each in listed] == [
-        ("echo", ["1"], False),
-        ("sums", ["1"], True),
-    ]
+    shown = [(each["name"], each["versions"], each["has_memory"]) for each in listed]
+    assert shown == [("echo", ["1"], False), ("sums", ["1"], True)]
     assert listed[0]["observation_space"]["shape"] == [2]
     assert httpx.get(f"{server.url}/v1/policies/none").status_code == 404
 

@@ -61,10 +61,8 @@ def test_what_is_sampled_is_what_several_rollouts_have_inserted_each_step_once(t
         client_of(host, secret=SECRET) as other,
     ):
         options: dict[str, Any] = {"num_fragments": 4, "sink": {"secret": SECRET}}
-        with (
-            feeding(host.rollouts, [0, 1], seed=0, **options) as first,
-            feeding(host.rollouts, [2], seed=1, **options) as second,
-        ):
+        more = feeding(host.rollouts, [2], seed=1, **options)
+        with feeding(host.rollouts, [0, 1], seed=0, **options) as first, more as second:
             check_rows(one.sample(8))
         made = first.rollout.num_steps + second.rollout.num_steps
         del first, second  # which hold memory that was lent

@@ -224,10 +224,8 @@ def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(ca
         feed.drain()
         told = "the run is drained, and what it has made waits for the trainer at tcp:"
         await_that(lambda: told in caplog.text)
-        assert (
-            "it has 2 fragments that it has not moved on from; leave the run, or press Ctrl-C again, to give it up"
-            in caplog.text
-        )
+        told = "it has 2 fragments that it has not moved on from; leave the run, or press Ctrl-C again, to give it up"
+        assert told in caplog.text
         taken += fragments
     assert caplog.text.count("drained") == 1
     assert sum(fragment.num_steps for fragment in taken) == feed.rollout.num_steps
@@ -763,10 +761,8 @@ def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
         with Rollout(envs, module=NumberedModule(), fragment_length=8) as other:
             next(iter(other.fragments()))
             graph, rollout, sink = graph_of(envs.addresses[0], (0,), num_fragments=1)
-            with (
-                pytest.raises(WireError, match=r"hello.role is 'source', expected 'env'"),
-                running(graph, rollout, sink) as feed,
-            ):
+            told = "hello.role is 'source', expected 'env'"
+            with pytest.raises(WireError, match=told), running(graph, rollout, sink) as feed:
                 for _ in other.fragments():
                     if feed.ended.done():
                         break

@@ -464,11 +464,8 @@ def test_a_slice_ends_in_a_gap_with_what_has_come_until_then() -> None:
 def test_a_slice_starts_an_agent_with_its_first_observation_inside() -> None:
     part = gapped()[1:]
     assert (part.env_t_started, part.env_t) == (1, 3)
-    assert {key: (each.t_started, each.t) for key, each in part.agent_episodes.items()} == {
-        "a": (1, 3),
-        "b": (1, 1),
-        "c": (0, 0),
-    }
+    clocks = {key: (each.t_started, each.t) for key, each in part.agent_episodes.items()}
+    assert clocks == {"a": (1, 3), "b": (1, 1), "c": (0, 0)}
     assert part.get_observations() == {"a": [1, 2, 3], "b": [102], "c": [203]}
 
 

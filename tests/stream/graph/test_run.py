@@ -576,11 +576,7 @@ async def test_one_who_waits_does_not_take_a_failure_for_the_end_of_the_run() ->
 @pytest.mark.parametrize("use", ["receive", "wait", "drain"])
 async def test_one_outside_the_block_is_told_that_the_run_was_left(use: str) -> None:
     def of(run: Any) -> Awaitable[object]:
-        waits: dict[str, Callable[[], Awaitable[object]]] = {
-            "receive": run["out"].receive,
-            "wait": run.wait,
-            "drain": run.drain,
-        }
+        waits: dict[str, Any] = {"receive": run["out"].receive, "wait": run.wait, "drain": run.drain}
         return waits[use]()
 
     told: list[str] = []

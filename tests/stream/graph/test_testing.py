@@ -57,10 +57,8 @@ def test_how_far_numbers_may_be_apart_can_be_said() -> None:
 def test_numbers_are_vectors_with_one_place_on() -> None:
     assert one_hot(np.array([1, 0, 0], np.int32)).tolist() == [[0, 1], [1, 0], [1, 0]]
     assert one_hot(2, 4).tolist() == [0, 0, 1, 0]
-    assert one_hot(torch.tensor([[1], [2]]), 3, on_value=5, off_value=-1, dtype=np.int64).tolist() == [
-        [[-1, 5, -1]],
-        [[-1, -1, 5]],
-    ]
+    made = one_hot(torch.tensor([[1], [2]]), 3, on_value=5, off_value=-1, dtype=np.int64)
+    assert made.tolist() == [[[-1, 5, -1]], [[-1, -1, 5]]]
     assert one_hot(np.zeros(0, np.int64), 3).shape == (0, 3)
     assert one_hot([0]).dtype == np.float32
 

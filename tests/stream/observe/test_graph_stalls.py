@@ -80,10 +80,8 @@ async def test_two_nodes_that_wait_for_room_at_each_other_are_a_deadlock_named_e
     ways = "left.out >2 right.inlet", "right.out >>2 left.inlet"
     graph = drawn(*ways, outputs={"done": "left.done"}, left=left, right=right)
     text = await stall_of(graph, "right", "done")
-    assert (
-        "deadlock: left waits for room in left.out → right.inlet; right waits for room in right.out → left.inlet"
-        in text
-    )
+    told = "left waits for room in left.out → right.inlet; right waits for room in right.out → left.inlet"
+    assert f"deadlock: {told}" in text
     assert "do: give one of these edges more capacity" in text
 
 

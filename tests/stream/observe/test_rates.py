@@ -38,11 +38,8 @@ def test_a_node_that_comes_up_later_counts_from_nothing() -> None:
 
 
 def test_a_run_has_a_title_as_far_as_it_says_one_and_is_bad_where_it_stands_still_or_does_not_answer() -> None:
-    assert [shown(run)["title"] for run in ({"kind": "graph", "name": "two"}, {"kind": "Rollout"}, {})] == [
-        "graph two",
-        "Rollout",
-        "run",
-    ]
+    runs: list[Any] = [{"kind": "graph", "name": "two"}, {"kind": "Rollout"}, {}]
+    assert [shown(run)["title"] for run in runs] == ["graph two", "Rollout", "run"]
     stalled, waits = ({"diagnosis": {"state": state, "text": ""}} for state in ("stalled", "waits"))
     assert [shown(run)["is_bad"] for run in (stalled, waits, {"error": "no answer"}, {})] == [True, False, True, False]
 

@@ -222,11 +222,8 @@ def test_a_stopped_process_is_there_and_does_not_answer(folder: Path, monkeypatc
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         [found] = snapshots()
-    assert found == {
-        "pid": process.pid,
-        "error": "no answer in 0.2 s: its process is stopped, or held up",
-        "path": found["path"],
-    }
+    told = {"error": "no answer in 0.2 s: its process is stopped, or held up"}
+    assert found == {"pid": process.pid, "path": found["path"], **told}
 
 
 def test_half_an_answer_is_none(folder: Path) -> None:

@@ -59,11 +59,8 @@ def test_a_step_that_lasts_is_told_once_it_has_lasted_for_stall_after() -> None:
 def test_a_stack_begins_with_the_users_own_code_and_ends_in_the_call_it_is_in(tmp_path: Any) -> None:
     source = tmp_path / "sim.py"
     source.write_text("import threading\nlock.acquire()\n")
-    stack = (
-        StackFrame(threading.__file__, 10, "Lock.acquire"),
-        StackFrame(str(source), 2, "Sim.step"),
-        StackFrame(__file__, 1, "main"),
-    )
+    own = StackFrame(str(source), 2, "Sim.step"), StackFrame(__file__, 1, "main")
+    stack = (StackFrame(threading.__file__, 10, "Lock.acquire"), *own)
     text = Looking(Told(*on_lane(replace(STEP, stack=lambda: stack)))).until_told(9.0)
     assert text.splitlines()[1:4] == [
         f"  at {source}:2 in Sim.step: lock.acquire()",

@@ -401,12 +401,8 @@ def test_the_secret_is_not_sent_and_the_proofs_are_those_of_the_documentation() 
 )
 def test_secrets_that_differ_are_told_both(host_secret: bytes | None, gateway_secret: bytes | None, told: str) -> None:
     ends = Ends(host_secret=host_secret, gateway_secret=gateway_secret)
-    errors = [
-        event
-        for _ in range(3)
-        for event in [*ends.to_gateway(), *ends.to_host()]
-        if isinstance(event, wire.ConnectionBroken)
-    ]
+    events = [event for _ in range(3) for event in [*ends.to_gateway(), *ends.to_host()]]
+    errors = [event for event in events if isinstance(event, wire.ConnectionBroken)]
     assert len(errors) == 2
     for broken in errors:
         assert told in str(broken.error)

@@ -95,11 +95,8 @@ def still_acting(told: Any) -> Any:
 
 def chosen(envs: MultiAgentEnvs, acting: Any, player: Player) -> list[Any]:
     """Actions in the order of `possible_agents`, as by hand."""
-    rows = {
-        part.agents[slot]: row
-        for part, observed in zip(envs.parts, acting, strict=True)
-        for slot, row in rows_of(observed)
-    }
+    parts = zip(envs.parts, acting, strict=True)
+    rows = {part.agents[slot]: row for part, observed in parts for slot, row in rows_of(observed)}
     actions = {agent: player(rows[agent], envs.action_spaces[agent]) for agent in envs.possible_agents if agent in rows}
     told = []
     for part in envs.parts:

@@ -148,10 +148,8 @@ def test_what_is_open_ends_as_truncated_and_says_why(
 
 
 def test_a_worker_that_is_killed_while_its_lane_waits_for_a_step(tmp_path: Path) -> None:
-    makers = [
-        partial(DoomedAgents, 0, tmp_path, fate="hold", step=10, lives=1, nested=0),
-        partial(DoomedAgents, 1, tmp_path, nested=0),
-    ]
+    held = partial(DoomedAgents, 0, tmp_path, fate="hold", step=10, lives=1, nested=0)
+    makers = [held, partial(DoomedAgents, 1, tmp_path, nested=0)]
     with rollout_of(makers, lanes=2, workers=2, num_fragments=4, prefetch=3) as rollout:
         stream = iter(rollout.fragments())
         fragments = [next(stream)]
@@ -170,10 +168,8 @@ def test_a_worker_that_is_killed_while_its_lane_waits_for_a_step(tmp_path: Path)
 
 @pytest.mark.parametrize("where", PLACES)
 def test_what_breaks_the_conventions_is_refused_by_environment_step_and_agent(tmp_path: Path, where: str) -> None:
-    makers = [
-        partial(NumberedAgents, 0, nested=0),
-        partial(DoomedAgents, 1, tmp_path, fate="wrong", step=2, lives=1, nested=0),
-    ]
+    doomed = partial(DoomedAgents, 1, tmp_path, fate="wrong", step=2, lives=1, nested=0)
+    makers = [partial(NumberedAgents, 0, nested=0), doomed]
     told = r"environment 1, env step \d, agent 'nobody': observations has it, but it is not in 'possible_agents'"
     with rollout_of(makers, where=where, lanes=2, workers=1) as rollout, pytest.raises(EnvError, match=told) as raised:
         next(iter(rollout.fragments()))
