@@ -60,9 +60,8 @@ def both() -> MultiAgentEpisode:
 
 
 def test_an_agent_that_has_to_act_and_has_no_action_is_named() -> None:
-    with pytest.raises(
-        ConnectorError, match="column 'actions' has no item for agent 'b' of episode 'e' at env step 0, slot 0"
-    ):
+    told = "column 'actions' has no item for agent 'b' of episode 'e' at env step 0, slot 0"
+    with pytest.raises(ConnectorError, match=told):
         acted({"m": {"actions": np.array([1])}}, [both()])
     with pytest.raises(ConnectorError, match=r"1 items for \('e', 'a', 'm'\), expected one for an agent of: other"):
         episode = both()

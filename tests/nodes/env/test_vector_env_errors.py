@@ -96,9 +96,8 @@ class ResetsAlone(Odd):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_reset_that_gives_the_observation_alone_is_named(size: int, mode: Any) -> None:
     for since in (0, 1):
-        with pytest.raises(
-            EnvError, match=rf"^slot 0: reset gave an array float32\[{size}\], expected a tuple \(observation, info\)"
-        ):
+        told = rf"^slot 0: reset gave an array float32\[{size}\], expected a tuple \(observation, info\)"
+        with pytest.raises(EnvError, match=told):
             fragments_of(partial(ResetsAlone, size, since=since), autoreset_mode=mode)
 
 

@@ -179,9 +179,8 @@ def test_what_a_program_gets_wrong_is_said_and_disturbs_nothing() -> None:
             name = env.start_episode("one")
             with pytest.raises(EnvError, match="episode 'one' has been started already"):
                 env.start_episode("one")
-            with pytest.raises(
-                EnvError, match=r"1 episodes are being played, expected fewer, or ExternalEnv\(episodes=2"
-            ):
+            told = r"1 episodes are being played, expected fewer, or ExternalEnv\(episodes=2"
+            with pytest.raises(EnvError, match=told):
                 env.start_episode("two")
             with pytest.raises(EnvError, match="there is no episode 'two'"):
                 env.get_action("two", seen(0, 0))

@@ -80,9 +80,8 @@ def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Pat
 @pytest.mark.parametrize("data", [b"when,what\n1,2\n", b"\x89PNG\xff\x00", b"\x00" * (2 << 20)])
 def test_csv_of_somebody_else_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "other.csv").write_bytes(data)
-    with pytest.raises(
-        MetricsError, match=r"begins with .*, expected a new file, or one that begins with 'steps,updates,time'"
-    ):
+    told = r"begins with .*, expected a new file, or one that begins with 'steps,updates,time'"
+    with pytest.raises(MetricsError, match=told):
         LogOptions(f"csv:{tmp_path}/other.csv")
     assert (tmp_path / "other.csv").read_bytes() == data
 

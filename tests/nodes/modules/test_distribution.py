@@ -270,9 +270,8 @@ def test_every_space_names_its_width_and_refuses_another(name: str, width: int) 
     made = distribution_for(SPACES[name])
     assert made.required_input_dim == width
     for wrong in (width - 1, width + 1):
-        with pytest.raises(
-            ModuleError, match=rf"has shape \[2, {wrong}\], expected a last axis of {width} for actions"
-        ):
+        told = rf"has shape \[2, {wrong}\], expected a last axis of {width} for actions"
+        with pytest.raises(ModuleError, match=told):
             made.from_logits(torch.zeros(2, wrong))
 
 

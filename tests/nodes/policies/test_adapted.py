@@ -272,9 +272,8 @@ def test_connectors_of_ones_own_stand_around_the_policys() -> None:
     adapted = old.adapted(new_cart_pole(), [Halved()], [with_one])
     before = old.evaluate("CartPole-v1", 2).returns
     np.testing.assert_array_equal(adapted.evaluate(new_cart_pole, 2).returns, before)
-    with pytest.raises(
-        ConnectorError, match=r"come out of .*, but the policy takes .*\n.*shape \[6\], expected shape \[4\]"
-    ):
+    told = r"come out of .*, but the policy takes .*\n.*shape \[6\], expected shape \[4\]"
+    with pytest.raises(ConnectorError, match=told):
         old.adapted(new_cart_pole(), [FlattenObservations()], [with_one])
     with pytest.raises(ConnectorError, match=r"the environment takes .*\n.*, expected shape \[2\]"):
         old.adapted(new_cart_pole(), [Halved()], [AdaptActions(space=spaces.Discrete(3), fields={"action": "action"})])

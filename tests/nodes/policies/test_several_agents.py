@@ -201,9 +201,8 @@ def test_agents_without_a_policy_of_their_own_are_refused() -> None:
     mapping = lambda agent, episode: "b" if agent == "cat" else "a"  # noqa: E731
     by_function = MultiAgentRollout(logged_agents, agent_to_module_mapping_fn=mapping, module={"a": None, "b": None})
     for call in (lambda: by_function.policy("ann"), by_function.evaluate):
-        with pytest.raises(
-            PolicyError, match="agent_to_module_mapping_fn is a function; expected a dict there, or pol"
-        ):
+        told = "agent_to_module_mapping_fn is a function; expected a dict there, or pol"
+        with pytest.raises(PolicyError, match=told):
             call()
     assert by_function.policy("ann", "a").trained_on["module"] == "a"
     jointly = rollout_over(logged_agents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))

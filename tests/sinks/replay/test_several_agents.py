@@ -173,9 +173,8 @@ def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
             replay.set_state(wrong)
         assert replay.report() == before
     assert {each: len(rows["ids"]) for each, rows in replay.sample(8).items()} == {"a": 8, "b": 8}
-    with pytest.raises(
-        ReplayError, match=r"^the replay has .* got the state of one; expected that of several, or a new Replay"
-    ):
+    message = r"^the replay has .* got the state of one; expected that of several, or a new Replay"
+    with pytest.raises(ReplayError, match=message):
         replay.set_state(Replay(400, sampler=Prioritized()).get_state())
     with pytest.raises(ReplayError, match=r"of a replay with capacity=None, expected 400"):
         replay.set_state({})

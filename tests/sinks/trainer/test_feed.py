@@ -121,9 +121,8 @@ def test_where_no_rollout_leads_to_a_sink_the_graph_is_refused() -> None:
     graph = Graph("none")
     graph.add(source=source, trainer=sink)
     graph.connect("source", "trainer")
-    with pytest.raises(
-        GraphError, match="no rollout leads to the TrainerSink to unix:/nowhere, but function; exp"
-    ) as e:
+    told = "no rollout leads to the TrainerSink to unix:/nowhere, but function; exp"
+    with pytest.raises(GraphError, match=told) as e:
         graph.validate()
     assert "in node 'trainer'" in e.value.__notes__
     sink.close()

@@ -127,9 +127,8 @@ def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are
 def test_weights_that_are_more_than_may_wait_to_be_sent_are_refused() -> None:
     with trainer(limits=replace(SHORT, undelivered=1 << 12)) as stream, feeding(stream.address, num_fragments=1):
         for _ in stream:
-            with pytest.raises(
-                ModuleError, match=r"weights of \d+ bytes, and at most 4096 may wait to be sent: give Tr"
-            ):
+            told = r"weights of \d+ bytes, and at most 4096 may wait to be sent: give Tr"
+            with pytest.raises(ModuleError, match=told):
                 stream.publish({"weight": torch.tensor(0.0), "extra": bytes(5000)})
 
 

@@ -514,10 +514,8 @@ def test_agents_whose_parts_do_not_meet_leave_everything_as_it_was(episode: Mult
     step(episode, observations={"a": 1}, actions={"a": 1}, rewards={"a": 1.0})
     chunk = episode.cut()
     step(chunk, observations={"a": 2, "b": 5}, actions={"a": 1}, rewards={"a": 1.0})
-    with pytest.raises(
-        EpisodeError,
-        match=r"episode 'e': agent 'b': the chunk to join .* has not acted since its observation at env step 0",
-    ):
+    told = r"episode 'e': agent 'b': the chunk to join .* has not acted since its observation at env step 0"
+    with pytest.raises(EpisodeError, match=told):
         episode.concat_episode(chunk)
     assert (len(episode), len(episode.agent_episodes["a"])) == (1, 1)
 
@@ -552,9 +550,8 @@ def test_a_state_has_everything_but_the_mapping_function() -> None:
 def test_data_added_past_the_episode_are_found_by_validate(whole: MultiAgentEpisode) -> None:
     whole.validate()
     whole.agent_episodes["c"].add_env_step(1, 1, 1.0)
-    with pytest.raises(
-        EpisodeError, match="episode 'e': agent 'c': its own episode has 2 observations, expected those of"
-    ):
+    told = "episode 'e': agent 'c': its own episode has 2 observations, expected those of"
+    with pytest.raises(EpisodeError, match=told):
         whole.validate()
 
 

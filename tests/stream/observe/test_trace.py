@@ -104,9 +104,8 @@ def test_a_trace_that_gets_large_ends_whole_and_says_so(tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize("path", [3, "", "/", "/nowhere/run.trace"])
 def test_a_path_that_can_not_be_is_refused(path: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"^trace is .*, expected (a file in a folder that is there|a file's path such as)"
-    ):
+    told = r"^trace is .*, expected (a file in a folder that is there|a file's path such as)"
+    with pytest.raises(ValueError, match=told):
         check_trace(path)
 
 

@@ -409,9 +409,8 @@ def test_an_agent_that_has_ended_hears_of_nothing_more() -> None:
 def test_a_reset_in_which_nobody_can_act_is_refused() -> None:
     turns = GatewaySession(TOKEN, agents_hello(slots=(2, 2)), [0, 1], [0, 2]).turns_of(1)
     assert turns is not None
-    with pytest.raises(
-        WireError, match="reset 1 of lane 1: environment 3, reset: its episode goes on, but no agent has"
-    ):
+    told = "reset 1 of lane 1: environment 3, reset: its episode goes on, but no agent has"
+    with pytest.raises(WireError, match=told):
         turns.take(first_agent_rows(lane=1, agent_slots=(INT([0, 1]), INT([], np.int64))))
 
 

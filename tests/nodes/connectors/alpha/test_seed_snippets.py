@@ -106,9 +106,8 @@ def test_a_pipeline_of_agent_connectors_is_edited() -> None:
 
 
 def test_agent_connectors_in_an_action_pipeline_are_refused_with_the_remedy() -> None:
-    with pytest.raises(
-        ConnectorError, match=r"ClipRewardAgentConnector, expected .* goes into an AgentConnectorPipeline"
-    ):
+    told = r"ClipRewardAgentConnector, expected .* goes into an AgentConnectorPipeline"
+    with pytest.raises(ConnectorError, match=told):
         ActionConnectorPipeline(CTX, [ClipRewardAgentConnector(), ViewRequirementAgentConnector()])
 
 

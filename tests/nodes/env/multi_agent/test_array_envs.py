@@ -227,9 +227,8 @@ class Loose(HideAndSeek):
 
 def test_the_forms_of_what_is_given_are_checked() -> None:
     envs = ArrayEnvs(Loose(2), first_env=5)
-    with pytest.raises(
-        EnvError, match="environments from 5: reset_arrays gave a list, expected a tuple: observations per"
-    ):
+    told = "environments from 5: reset_arrays gave a list, expected a tuple: observations per"
+    with pytest.raises(EnvError, match=told):
         envs.reset()
     envs.reset([1, 2])
     with pytest.raises(EnvError, match="environments from 5: step_arrays gave a tuple, expected an ArrayStep"):

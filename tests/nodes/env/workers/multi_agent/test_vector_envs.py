@@ -54,9 +54,8 @@ def test_they_do_not_share_a_lane(options: Any) -> None:
 
 def test_there_are_as_many_environments_as_are_asked_for() -> None:
     assert told(partial(Counted, 0, 1), num_envs=2, lanes=2)[-1][0] == 1
-    with pytest.raises(
-        EnvError, match="num_envs is 2 and lanes is 2, but 4 environments in 2 lanes were made; expected"
-    ):
+    message = "num_envs is 2 and lanes is 2, but 4 environments in 2 lanes were made; expected"
+    with pytest.raises(EnvError, match=message):
         MultiAgentRollout(partial(Counted, 0), module=RandomModule, num_envs=2, lanes=2)
     with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but 2 environments in 1 lanes were made"):
         EnvHost(Counted(0), num_envs=3)
