@@ -14,7 +14,7 @@ from drawn_agents import Drawn, made as made_agents
 from feeding_rollouts import SHORT, AnyRollout, learner_of, trainer
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
-from property_examples import examples
+from property_examples import examples, strategies
 
 from rollflow import Fragment, Graph, Rollout, TrainerStream, feed
 from rollflow.nodes import LambdaConnector
@@ -69,21 +69,12 @@ class Setting(NamedTuple):
     seed: int
 
 
-drawn_settings = st.builds(
-    Setting,
-    several=st.booleans(),
-    learns=st.booleans(),
-    sink=st.sampled_from(["output", "call", "thread", "node"]),
-    hop=st.booleans(),
-    capacity=st.integers(1, 3),
-    ending=st.sampled_from(["left", "cancelled", "block", "sink", "piece", "learner", "drained"]),
-    items=st.integers(1, 5),
-    lanes=st.integers(1, 2),
-    fragment_length=st.integers(1, 6),
-    per_batch=st.integers(1, 3),
-    call=st.integers(1, 30),
-    seed=st.integers(0, 2**32 - 1),
+parts_drawn = strategies(
+    several=bool, learns=bool, sink=["output", "call", "thread", "node"], hop=bool, capacity=(1, 3)
 )
+parts_drawn |= strategies(ending=["left", "cancelled", "block", "sink", "piece", "learner", "drained"], items=(1, 5))
+parts_drawn |= strategies(lanes=(1, 2), fragment_length=(1, 6), per_batch=(1, 3), call=(1, 30), seed=(0, 2**32 - 1))
+drawn_settings = st.builds(Setting, **parts_drawn)
 
 
 AGENTS = Drawn(2, 1, 2, 1, 9, False, 8, 1, False, 0)
@@ -373,14 +364,13 @@ async def feed_until(drawn: Setting, moved_on: int, graph: Graph, sink: TrainerS
                 await run.wait()
 
 
+DRAWN = strategies(drawn=drawn_settings, ending=["left", "cancelled", "block"], moved_on=(1, 3))
+DRAWN |= strategies(max_bytes=[1, 2_000, 1 << 30])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=examples(8))
-@given(
-    drawn=drawn_settings,
-    ending=st.sampled_from(["left", "cancelled", "block"]),
-    moved_on=st.integers(1, 3),
-    max_bytes=st.sampled_from([1, 2_000, 1 << 30]),
-)
+@given(**DRAWN)
 def test_what_a_trainer_is_not_done_with_is_lost(
     backend: str, drawn: Setting, ending: str, moved_on: int, max_bytes: int
 ) -> None:

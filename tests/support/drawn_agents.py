@@ -9,6 +9,7 @@ import ways
 from fragment_equality import in_time
 from hypothesis import strategies as st
 from numbered_agents import NumberedAgents, numbered_agents
+from property_examples import strategies
 from serial_module import SerialModule
 
 from rollflow import MultiAgentRollout
@@ -30,19 +31,11 @@ class Drawn(NamedTuple):
     seed: int
 
 
-drawn_settings = st.builds(
-    Drawn,
-    envs=st.integers(1, 3),
-    lanes=st.integers(1, 3),
-    agents=st.integers(1, 4),
-    nested=st.integers(0, 2),
-    length=st.integers(1, 14),
-    at_once=st.booleans(),
-    fragment_length=st.integers(1, 9),
-    lookback=st.integers(0, 3),
-    by_episode=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-).filter(lambda drawn: drawn.lanes <= drawn.envs and drawn.nested <= drawn.agents)
+parts_drawn = strategies(envs=(1, 3), lanes=(1, 3), agents=(1, 4), nested=(0, 2), length=(1, 14), at_once=bool)
+parts_drawn |= strategies(fragment_length=(1, 9), lookback=(0, 3), by_episode=bool, seed=(0, 2**32 - 1))
+drawn_settings = st.builds(Drawn, **parts_drawn).filter(
+    lambda drawn: drawn.lanes <= drawn.envs and drawn.nested <= drawn.agents
+)
 
 
 def envs_of(drawn: Drawn) -> tuple[list[NumberedAgents], list[Callable[[], NumberedAgents]]]:

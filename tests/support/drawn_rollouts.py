@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from fragment_equality import in_time
 from hypothesis import strategies as st
 from numbered_module import NumberedEnv, NumberedModule
+from property_examples import strategies
 
 from rollflow import Fragment, Rollout
 
@@ -23,17 +24,9 @@ class Setting(NamedTuple):
     seed: int
 
 
-drawn_settings = st.builds(
-    Setting,
-    slots=st.integers(1, 8),
-    lanes=st.integers(1, 4),
-    fragment_length=st.integers(1, 12),
-    lookback=st.integers(0, 9),
-    nested=st.booleans(),
-    longest=st.integers(1, 20),
-    prefetch=st.integers(0, 2),
-    seed=st.integers(0, 2**32 - 1),
-).filter(lambda drawn: drawn.lanes <= drawn.slots)
+parts_drawn = strategies(slots=(1, 8), lanes=(1, 4), fragment_length=(1, 12), lookback=(0, 9), nested=bool)
+parts_drawn |= strategies(longest=(1, 20), prefetch=(0, 2), seed=(0, 2**32 - 1))
+drawn_settings = st.builds(Setting, **parts_drawn).filter(lambda drawn: drawn.lanes <= drawn.slots)
 
 
 def makers_of(drawn: Setting) -> list[Any]:

@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import Phase, example, given, settings, strategies as st
 from numbered_agents import NumberedAgents
-from property_examples import examples
+from property_examples import examples, strategies
 from remote_hosts import hosting, listening
 
 from rollflow import Fragment, RemoteEnvs, RemoteRollouts, RLModule, Rollout
@@ -43,13 +43,9 @@ class Setting(NamedTuple):
     seed: int
 
 
-drawn_settings = st.builds(
-    Setting,
-    sizes=st.sampled_from([[1], [3], [1, 1], [2, 2], [3, 2]]),
-    fragment_length=st.integers(1, 8),
-    lookback=st.integers(0, 4),
-    seed=st.integers(0, 2**32 - 1),
-)
+parts_drawn = strategies(sizes=[[1], [3], [1, 1], [2, 2], [3, 2]], fragment_length=(1, 8), lookback=(0, 4))
+parts_drawn |= strategies(seed=(0, 2**32 - 1))
+drawn_settings = st.builds(Setting, **parts_drawn)
 
 
 def forms(*names: str) -> st.SearchStrategy[EnvForm]:

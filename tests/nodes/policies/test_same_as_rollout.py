@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from drawn_policies import ACTIONS, FITTING, logged_rollout
 from hypothesis import example, given, settings, strategies as st
-from property_examples import examples
+from property_examples import examples, strategies
 
 from rollflow import Policy
 from rollflow.stream.data.columns import Columns
@@ -30,17 +30,14 @@ def outputs_of(rollout: Any) -> dict[str, list[Any]]:
     return columns
 
 
+DRAWN = strategies(case=cases, actions=st.sampled_from(list(ACTIONS)), lstm=bool, explore=bool, slots=(1, 4))
+DRAWN |= strategies(seed=(0, 2**31))
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(40))
 @example(case=("box", "previous"), actions="discrete", lstm=True, explore=False, slots=3, seed=0)  # rows of 168 bytes
-@given(
-    case=cases,
-    actions=st.sampled_from(list(ACTIONS)),
-    lstm=st.booleans(),
-    explore=st.booleans(),
-    slots=st.integers(1, 4),
-    seed=st.integers(0, 2**31),
-)
+@given(**DRAWN)
 def test_a_policy_computes_what_the_rollout_computed(
     case: tuple[str, str], actions: str, lstm: bool, explore: bool, slots: int, seed: int
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedModule, numbered_envs
-from property_examples import examples
+from property_examples import examples, strategies
 from replayed import Played, insert_all, plays, rows_of, write_dataset
 from replayed_agents import fragments_of
 from shapes_env import FixedModule, Shapes
@@ -48,13 +48,7 @@ SINGLE: list[Callable[[], Sampler]] = [
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(
-    played=plays(),
-    make=st.sampled_from(SINGLE),
-    room=st.integers(0, 30),
-    frames=st.integers(1, 4),
-    seed=st.integers(0, 99),
-)
+@given(**strategies(played=plays(), make=st.sampled_from(SINGLE), room=(0, 30), frames=(1, 4), seed=(0, 99)))
 def test_every_single_step_that_is_sampled_was_made_so(
     played: Played, make: Callable[[], Sampler], room: int, frames: int, seed: int
 ) -> None:
@@ -100,13 +94,7 @@ def test_the_newest_rows_are_kept_when_the_ring_is_full(played: Played, room: in
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(
-    played=plays(),
-    length=st.integers(1, 6),
-    burn_in=st.integers(0, 4),
-    room=st.integers(0, 30),
-    of=st.sampled_from([Uniform, Prioritized]),
-)
+@given(**strategies(played=plays(), length=(1, 6), burn_in=(0, 4), room=(0, 30), of=[Uniform, Prioritized]))
 def test_sequences_are_consecutive_steps_of_one_episode(
     played: Played, length: int, burn_in: int, room: int, of: Callable[[], Sampler]
 ) -> None:

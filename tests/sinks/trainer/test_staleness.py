@@ -34,7 +34,7 @@ from held_envs import Held, await_held, let_go
 from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from paced_hosts import PacedHosts, Rounds
-from property_examples import examples
+from property_examples import examples, strategies
 from remote_hosts import BrokenWire, hosting, listening
 from remote_rollouts import await_that, makers, rollout_over, rollouts_on
 
@@ -55,12 +55,7 @@ def arrived_at(stream: TrainerStream) -> int:
 
 
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-@given(
-    max_lag=st.integers(0, 3),
-    lanes=st.integers(1, 3),
-    where=st.sampled_from(["inline", "threads"]),
-    per_batch=st.sampled_from([None, 1, 2, 4]),
-)
+@given(**strategies(max_lag=(0, 3), lanes=(1, 3), where=["inline", "threads"], per_batch=[None, 1, 2, 4]))
 def test_under_pace_every_action_is_as_new_as_it_must_be_and_nothing_is_lost(
     max_lag: int, lanes: int, where: Any, per_batch: int | None
 ) -> None:
@@ -222,13 +217,7 @@ Begun = namedtuple("Begun", ("lane", "sequence", "done", "num_steps", "is_in_vai
 
 
 @settings(max_examples=examples(60))
-@given(
-    data=st.data(),
-    lanes=st.integers(1, 4),
-    fragments_per_batch=st.integers(1, 5),
-    ahead=st.integers(1, 4),
-    may_be_empty=st.booleans(),
-)
+@given(**strategies(data=st.data(), lanes=(1, 4), fragments_per_batch=(1, 5), ahead=(1, 4), may_be_empty=bool))
 def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goes_on(
     data: Any, lanes: int, fragments_per_batch: int, ahead: int, may_be_empty: bool
 ) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 from numbered_agents import NUM_ACTIONS, AgentsTold, NumberedAgents, numbered_agents, rows_of
 from numpy.typing import NDArray
-from property_examples import examples
+from property_examples import examples, strategies
 from serial_module import at_of
 
 from rollflow.nodes.env.lane_envs import MultiAgentEnvs
@@ -113,13 +113,7 @@ def given_to(env: int, actions: list[Any], envs: MultiAgentEnvs) -> dict[str, in
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    num_envs=st.integers(1, 3),
-    agents=st.integers(1, 5),
-    nested=st.integers(0, 5),
-    at_once=st.booleans(),
-)
+@given(**strategies(seed=(0, 2**16), num_envs=(1, 3), agents=(1, 5), nested=(0, 5), at_once=bool))
 def test_vector_steps_say_what_the_environments_said(
     seed: int, num_envs: int, agents: int, nested: int, at_once: bool
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ending_envs import Doomed, NeverReset, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
-from property_examples import examples
+from property_examples import examples, strategies
 
 from rollflow import Rollout, Timeouts
 from rollflow.stream import EnvError
@@ -23,17 +23,12 @@ pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 fates = st.sampled_from(["kill", "raise", "stop"])
 
 
+DRAWN = strategies(fate=fates, step=(0, 20), lives=(1, 3), fragment_length=(1, 9), longest=[3, 50], slots=(1, 2))
+DRAWN |= strategies(prefetch=(0, 1), seed=(0, 1000))
+
+
 @pytest.mark.slow
-@given(
-    fate=fates,
-    step=st.integers(0, 20),
-    lives=st.integers(1, 3),
-    fragment_length=st.integers(1, 9),
-    longest=st.sampled_from([3, 50]),
-    slots=st.integers(1, 2),
-    prefetch=st.integers(0, 1),
-    seed=st.integers(0, 1000),
-)
+@given(**DRAWN)
 @settings(max_examples=examples(15))
 def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     tmp_path_factory: pytest.TempPathFactory, slots: int, longest: int, prefetch: int, **drawn: Any

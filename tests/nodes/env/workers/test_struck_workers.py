@@ -16,7 +16,7 @@ from ending_envs import Doomed, Tells, check_chunks, lives_of, rewards_by_slot
 from hypothesis import Phase, given, settings, strategies as st
 from leftovers import held_here, processes_of, shared_mappings
 from numbered_module import NumberedModule
-from property_examples import examples
+from property_examples import examples, strategies
 
 from rollflow import Fragment, Rollout, Timeouts
 
@@ -63,26 +63,15 @@ class Setting(NamedTuple):
     seed: int
 
 
-drawn_strikes = st.builds(
-    Strike,
-    kind=st.sampled_from(["kill", "kill", "pause", "stop"]),
-    steps=st.integers(0, 80),
-    seconds=st.one_of(st.floats(0, 0.003), st.floats(0, 0.4)),
-    worker=st.integers(0, 1),
-)
+strike_drawn = strategies(kind=["kill", "kill", "pause", "stop"], steps=(0, 80))
+strike_drawn |= strategies(seconds=st.one_of(st.floats(0, 0.003), st.floats(0, 0.4)), worker=(0, 1))
+drawn_strikes = st.builds(Strike, **strike_drawn)
 
 
-drawn_settings = st.builds(
-    Setting,
-    strikes=st.lists(drawn_strikes, min_size=1, max_size=4),
-    at_drain=st.sampled_from([None, "kill", "stop"]),
-    at_end=st.sampled_from([None, "kill", "stop"]),
-    workers=st.integers(1, 2),
-    prefetch=st.integers(0, 2),
-    longest=st.sampled_from([3, 50]),
-    stalls=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+parts_drawn = strategies(strikes=st.lists(drawn_strikes, min_size=1, max_size=4), at_drain=[None, "kill", "stop"])
+parts_drawn |= strategies(at_end=[None, "kill", "stop"], workers=(1, 2), prefetch=(0, 2), longest=[3, 50])
+parts_drawn |= strategies(stalls=bool, seed=(0, 1000))
+drawn_settings = st.builds(Setting, **parts_drawn)
 
 
 class Workers:

@@ -11,7 +11,7 @@ import pytest
 from ending_agent_envs import DoomedAgents
 from hypothesis import Phase, given, settings, strategies as st
 from lost_agents import check_laws
-from property_examples import examples
+from property_examples import examples, strategies
 from remote_agents import makers, rollout_over, slots_of, told
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from remote_rollouts import HASTY, taken_until
@@ -22,19 +22,13 @@ from rollflow import ConnectorV2
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
 
+DRAWN = strategies(fate=["raise", "wrong"], step=(0, 20), lives=(1, 3))
+DRAWN |= strategies(cuts=st.lists(st.integers(1, 6000), max_size=10), fragment_length=(1, 9), length=[3, 50])
+DRAWN |= strategies(lanes=(1, 3), prefetch=(0, 1), at_once=bool, seed=(0, 1000))
+
+
 @pytest.mark.slow
-@given(
-    fate=st.sampled_from(["raise", "wrong"]),
-    step=st.integers(0, 20),
-    lives=st.integers(1, 3),
-    cuts=st.lists(st.integers(1, 6000), max_size=10),
-    fragment_length=st.integers(1, 9),
-    length=st.sampled_from([3, 50]),
-    lanes=st.integers(1, 3),
-    prefetch=st.integers(0, 1),
-    at_once=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+@given(**DRAWN)
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
 def test_every_agent_step_of_a_lost_environment_is_in_a_chunk_or_counted(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], lanes: int, **drawn: Any
@@ -98,13 +92,7 @@ class Kills(ConnectorV2):
 
 
 @pytest.mark.slow
-@given(
-    call=st.integers(0, 60),
-    lanes=st.integers(1, 2),
-    fragment_length=st.integers(1, 9),
-    at_once=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+@given(**strategies(call=(0, 60), lanes=(1, 2), fragment_length=(1, 9), at_once=bool, seed=(0, 1000)))
 @settings(max_examples=examples(6), phases=[Phase.explicit, Phase.generate])
 def test_a_host_may_be_killed_at_any_moment(
     tmp_path_factory: pytest.TempPathFactory, call: int, lanes: int, at_once: bool, **drawn: Any

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from lost_agents import check_laws, not_emitted
 from numbered_agents import NumberedAgents
 from places import rollout_at
-from property_examples import examples
+from property_examples import examples, strategies
 from serial_module import SerialModule
 
 from rollflow import ConnectorV2, Forward, MultiAgentRollout, Timeouts
@@ -33,21 +33,14 @@ def rollout_of(makers: list[Any], **options: Any) -> MultiAgentRollout:
     return MultiAgentRollout(makers, **(defaults | options))
 
 
+DRAWN = strategies(fate=["kill", "raise"], step=(0, 20), lives=(1, 3), fragment_length=(1, 9), length=[3, 50])
+DRAWN |= strategies(envs=(1, 2), workers=(1, 2), prefetch=(0, 1), at_once=bool, seed=(0, 1000))
+DRAWN |= strategies(forward=[Forward(), Forward(max_batch=8), Forward(max_batch=64)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
-@given(
-    fate=st.sampled_from(["kill", "raise"]),
-    step=st.integers(0, 20),
-    lives=st.integers(1, 3),
-    fragment_length=st.integers(1, 9),
-    length=st.sampled_from([3, 50]),
-    envs=st.integers(1, 2),
-    workers=st.integers(1, 2),
-    prefetch=st.integers(0, 1),
-    at_once=st.booleans(),
-    seed=st.integers(0, 1000),
-    forward=st.sampled_from([Forward(), Forward(max_batch=8), Forward(max_batch=64)]),
-)
+@given(**DRAWN)
 @settings(max_examples=examples(8))
 def test_every_agent_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     tmp_path_factory: pytest.TempPathFactory, where: str, fate: str, step: int, lives: int, envs: int, **drawn: Any
@@ -87,15 +80,13 @@ class Kills(ConnectorV2):
         return batch
 
 
+DRAWN_KILLS = strategies(calls=st.sets(st.integers(0, 60), min_size=1, max_size=4), lanes=(1, 3), workers=(1, 2))
+DRAWN_KILLS |= strategies(fragment_length=(1, 9), seed=(0, 1000))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
-@given(
-    calls=st.sets(st.integers(0, 60), min_size=1, max_size=4),
-    lanes=st.integers(1, 3),
-    workers=st.integers(1, 2),
-    fragment_length=st.integers(1, 9),
-    seed=st.integers(0, 1000),
-)
+@given(**DRAWN_KILLS)
 @settings(max_examples=examples(6))
 def test_a_worker_may_be_killed_at_any_moment(
     tmp_path_factory: pytest.TempPathFactory, where: str, calls: set[int], **drawn: Any
