@@ -42,7 +42,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/offloaded": (1908, 29),  # rows after which slots end
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1574, 21),
-    "nodes/stages": (2015, 26),  # rewards that are not finite refused, by rows where slots end apart
+    "nodes/stages": (2016, 26),  # rewards that are not finite refused, by rows where slots end apart
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (102, 0),
@@ -52,14 +52,14 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/replay": (2224, 32),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2826, 31),
     "stream": (64, 0),
-    "stream/data": (1393, 35),  # columns on a device
+    "stream/data": (1394, 35),  # columns on a device
     "stream/episodes": (1679, 13),
     "stream/fragments": (
         1557,
         24,
     ),  # infos of several agents; lanes of which some slots are ready; columns on a device; sums over chunks
     "stream/graph": (2620, 40),  # tasks that read several outputs; bound calls of nodes
-    "stream/multi_agent": (1381, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
+    "stream/multi_agent": (1395, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
     "stream/wire": (1065, 24),

@@ -195,10 +195,11 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                     pipeline.run(acting.module, {}, ended, acting.explore, shared_data, self._metrics)
                     part.ended.take(ended)
             part.commit_ended()
+        step = lane.step
         for place, slots in part.by_module(part.acting):
             shown, acting = part.show(slots, place), lane.modules[place]
             shared_data = lane.shared_data_of(place)
-            shared_data["step"] = lane.step
+            shared_data["step"] = step
             batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
             if Columns.STATE_IN in batch:
                 record_first_states(shown, batch[Columns.STATE_IN])

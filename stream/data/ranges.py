@@ -1,6 +1,7 @@
 """Ranges of dtypes: casts of numbers that would come out as others are refused."""
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def finite_float32(rewards: NDArray[Any], named: Callable[[int], str]) -> NDArra
         with np.errstate(over="ignore"):
             values = rewards.astype(np.float32)
     # A sum of float32 can't grow beyond float64: it is finite where all are.
-    if not np.isfinite(np.add.reduce(values, dtype=np.float64)):
+    if not isfinite(np.add.reduce(values, dtype=np.float64)):
         place = int(np.argmin(np.isfinite(values)))
         text = f"{named(place)}: its reward is {rewards[place]}, expected a finite float32"
         raise EnvError(text).see("flags")

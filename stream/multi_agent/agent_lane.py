@@ -42,6 +42,8 @@ class SlotBlock:
         places    of the agents in their part, K / N of them at equal distances
 
     All arrays are views: `[row, environment, agent, ...]` of the fragment's columns.
+
+    shown    the slots' episodes, as they were shown last
     """
 
     def __init__(self, lane: "AgentLane", slots: Slots, places: slice) -> None:
@@ -52,11 +54,19 @@ class SlotBlock:
         self._observations = map_tree(self._rows_of, self._columns[Columns.OBS].tree)
         self._versions = self._rows_of(self._columns[Columns.POLICY_VERSION].tree)
         self._waits = lane.waits.reshape(self._shape)[:, places]
-        self._outputs: list[tuple[str, NDArray[Any], tuple[int, ...]]] | None = None
+        self._newest: tuple[int, ...] = ()  # shape of observations that are one array
+        if isinstance(self._observations, np.ndarray):
+            self._newest = (self._count, *self._observations.shape[3:])
+        self.shown: LaneEpisodes | None = None
+        # Name of an output, its column's rows and dtype, the shape that it has, and the shape in a row.
+        self._outputs: list[tuple[str, NDArray[Any], Any, tuple[int, ...], tuple[int, ...]]] | None = None
         self._version: int | None = None  # that all later rows have
 
     def observations(self, row: int) -> Tree:
         """The observations of the slots in a row, a tree of arrays any[K, ...]."""
+        if self._newest:
+            newest: NDArray[Any] = self._observations[row].reshape(self._newest)
+            return newest
         return map_tree(lambda leaf: leaf[row].reshape(self._count, *leaf.shape[3:]), self._observations)
 
     def write(self, row: int, names: Mapping[str, str], outputs: Mapping[str, Tree], version: int) -> bool:
@@ -68,16 +78,17 @@ class SlotBlock:
             columns = {name: self._columns[column].tree for name, column in {**_ACTIONS, **names}.items()}
             if not all(isinstance(column, np.ndarray) for column in columns.values()):
                 return False
+            views = {name: self._rows_of(column) for name, column in columns.items()}
             self._outputs = [
-                (name, self._rows_of(column), (self._count, *column.shape[2:])) for name, column in columns.items()
+                (name, rows, rows.dtype, (self._count, *rows.shape[3:]), rows.shape[1:]) for name, rows in views.items()
             ]
         if len(outputs) != len(self._outputs):
             return False
-        for name, rows, shape in self._outputs:
+        for name, rows, dtype, shape, in_row in self._outputs:
             values = outputs.get(name)
-            if type(values) is not np.ndarray or values.dtype is not rows.dtype or values.shape != shape:
+            if type(values) is not np.ndarray or values.dtype is not dtype or values.shape != shape:
                 return False
-            rows[row] = values.reshape(rows.shape[1:])
+            rows[row] = values.reshape(in_row)
         if version != self._version:
             # Later rows are written too: versions change seldom.
             self._versions[row:] = self._version = version
@@ -140,7 +151,7 @@ class AgentLane(SlotLane):
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
         self._places: dict[int, slice | None] = {}  # of these slots, by the module's place
         self._blocks: dict[int, SlotBlock | None] = {}  # of them in this fragment, likewise
-        self._nobody = self.everyone[:0]
+        self._nobody, self._unset = self.everyone[:0], bytes(slots)  # of slots: none, and flags none of which is set
 
     # Recording
 
@@ -192,7 +203,7 @@ class AgentLane(SlotLane):
             and step.observed.slots is None
             and self._row is not None
             and 0 not in self.waits.tobytes()
-            and not (np.count_nonzero(step.terminateds) or np.count_nonzero(step.truncateds))
+            and step.terminateds.tobytes() == self._unset == step.truncateds.tobytes()
         ):
             self._record_row(step, vector_step)
             return self._nobody
@@ -286,7 +297,7 @@ class AgentLane(SlotLane):
         """The slots that act (None: all) and copies of their recorded actions, a tree of arrays `any[K, ...]`."""
         column, slots = self.fragment.columns[Columns.ACTIONS], self.acting
         if slots is self.everyone and self._row is not None:
-            return None, map_tree(np.copy, column.row(self._row))
+            return None, map_tree(lambda leaf: leaf.copy(), column.row(self._row))
         actions = column.items(self.rows_of(slots), slots)
         return (None if len(slots) == self.layout.num_slots else slots), actions
 
@@ -338,8 +349,15 @@ class AgentLane(SlotLane):
         """
         is_settled = self._edited is None and self.raw is None
         block = self._block(module, slots) if is_settled else None
-        newest = self._newest(slots) if block is None else block.observations(self._row)  # type: ignore[arg-type]
-        return self._show(slots, newest, is_settled=is_settled)
+        if block is None:
+            return self._show(slots, self._newest(slots), is_settled=is_settled)
+        newest = block.observations(self._row)  # type: ignore[arg-type]
+        if block.shown is None or block.shown.is_rewritten:
+            block.shown = self._show(slots, newest, is_settled=True)
+        else:
+            block.shown.show(newest, is_settled=True, dtypes_of=self.observation_space)
+            self.shown = block.shown
+        return block.shown
 
     def show_ended(self, slots: Slots) -> LaneEpisodes:
         """The episodes of some of the slots that ended with the last step, for pieces; see `EndedEpisodes.take`."""
