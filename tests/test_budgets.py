@@ -24,7 +24,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/connectors/alpha": (470, 22),
     "nodes/connectors/common": (672, 10),  # pieces over tensors
     "nodes/connectors/env_to_module": (562, 9),  # pieces over tensors
-    "nodes/connectors/learner": (592, 11),  # pieces over tensors
+    "nodes/connectors/learner": (603, 11),  # pieces over tensors
     "nodes/connectors/module_to_env": (662, 14),  # logits found usable in one look; pieces over tensors
     "nodes/connectors/pipelines": (
         1128,

@@ -28,6 +28,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes,
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.nodes.modules.rl_module import is_stateful
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, RollflowError, more_than_one
 from rollflow.stream.data.infos import info_of
@@ -123,6 +124,14 @@ class TrainSteps:
             topic = "module" if error is ModuleError else "piece"
             raise error(more_than_one(column, numbers.shape, numbers.shape[:1])).see(topic)
         return numbers
+
+    def places(self, at: NDArray[np.int64]) -> Any:
+        """Places i64[K] to index values by, brought to their device once."""
+        return at if self.device is None else tensors_of(at, self.device)
+
+    @cached_property
+    def _last_places(self) -> tuple[Any, Any]:
+        return self.places(self.lasts), self.places(self._stepped)
 
     def _ours(self, leaf: Any) -> Any:
         """An array or a tensor any[...] as these steps' values are."""
@@ -225,9 +234,10 @@ class TrainSteps:
         def shifted(leaf: Any, last: Any) -> Any:
             moved = self.xp.empty_like(leaf)
             moved[:-1] = leaf[1:]
-            moved[self.lasts] = last[self._stepped]
+            moved[lasts] = last[stepped]
             return moved
 
+        lasts, stepped = self._last_places
         return map_tree(shifted, values, after)
 
     def at_lasts(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -588,6 +598,8 @@ def discounted_sums(values: Floats, discounts: Floats, lengths: NDArray[np.int64
     begin = np.cumsum(there) - there  # of the steps that are as far from their chunks' ends, laid end to end
     back = np.repeat(np.arange(len(there)), there)
     places = last[np.arange(len(back)) - begin[back]] - back
+    if torch.is_tensor(values):
+        places = tensors_of(places, values.device)
     made, weights = values[places], discounts[places]
     carry = library_of(values).zeros_like(made[: there.max(initial=0)])
     for start, count in zip(begin.tolist(), there.tolist(), strict=True):
@@ -667,6 +679,7 @@ def values_after(piece: str, rl_module: Any, steps: TrainSteps) -> Floats:
     after: Floats = steps.zeros(len(steps.lengths))
     lasting = np.flatnonzero(~steps.terminated & (steps.lengths > 0))
     if len(lasting):
+        lasting = steps.places(lasting)
         made = steps.last_made
         last = steps.last_recorded(Columns.OBS, lasting) if made is None else map_tree(lambda leaf: leaf[lasting], made)
         steps.check_kind(last)
@@ -924,13 +937,14 @@ class NStepReturns(StepsConnector):
         sums = steps.xp.empty_like(rewards)
         sums[:] = rewards
         for k in range(1, int(spans.max())):
-            far = np.flatnonzero(spans > k)
+            far = steps.places(np.flatnonzero(spans > k))
             sums[far] += self.gamma**k * rewards[far + k]
         following = steps.next_observations()
         latest = np.arange(len(steps)) + spans - 1
+        at = steps.places(latest)
         return {
             Columns.REWARDS: sums,
-            Columns.NEXT_OBS: map_tree(lambda leaf: leaf[latest], following),
+            Columns.NEXT_OBS: map_tree(lambda leaf: leaf[at], following),
             Columns.TERMINATEDS: steps.at_lasts(steps.terminated)[latest],
             Columns.TRUNCATEDS: steps.at_lasts(steps.truncated)[latest],
             Columns.N_STEP: spans,
