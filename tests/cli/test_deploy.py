@@ -154,13 +154,8 @@ class Layout:
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
             trains_at, serves_at = one.getsockname()[1], other.getsockname()[1]
         self.url = f"http://127.0.0.1:{serves_at}/v1/policies/pole/act"
-        self._places = {
-            "/run/secrets": str(folder),
-            "/policies": str(folder),
-            "//trainer:": "//127.0.0.1:",
-            ":7000": f":{trains_at}",
-            ":8080": f":{serves_at}",
-        }
+        self._places = {"/run/secrets": str(folder), "/policies": str(folder), "//trainer:": "//127.0.0.1:"}
+        self._places |= {":7000": f":{trains_at}", ":8080": f":{serves_at}"}
 
     def start(self, name: str) -> list["subprocess.Popen[str]"]:
         """Start the containers of a service."""

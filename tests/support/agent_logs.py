@@ -79,15 +79,9 @@ def episodes_by_hand(
         episode.add_env_reset(observations=_observations(env, first), infos=first.infos)
         newest = dict(first.observations)
         for told in told_of_episode[1 : 1 + last - vector_step]:
-            episode.add_env_step(
-                _observations(env, told),
-                told.actions,
-                told.rewards,
-                told.infos,
-                terminateds=told.terminateds,
-                truncateds=told.truncateds,
-                extra_model_outputs={agent: outputs(agent, newest[agent]) for agent in told.actions},
-            )
+            ends: Any = {"terminateds": told.terminateds, "truncateds": told.truncateds}
+            ends["extra_model_outputs"] = {agent: outputs(agent, newest[agent]) for agent in told.actions}
+            episode.add_env_step(_observations(env, told), told.actions, told.rewards, told.infos, **ends)
             newest |= told.observations
             vector_step += 1
             if vector_step in cuts:

@@ -46,13 +46,9 @@ def steps_of(told: Told) -> list[dict[str, Any]]:
 def played(told: Told, id_: str = "e", made: type = MultiAgentEpisode, numpy: bool = False) -> Any:
     """A play as an episode; agents "a" and "c" are of module "m", "b" of "n"."""
     first, *steps = steps_of(told)
-    episode = made(
-        id_,
-        observation_space=OBSERVATIONS,
-        action_space=ACTIONS,
-        agent_episode_ids={agent_id: f"{id_}-{agent_id}" for agent_id in AGENTS},
-        agent_to_module_mapping_fn=module_for,
-    )
+    ids = {agent_id: f"{id_}-{agent_id}" for agent_id in AGENTS}
+    agents = {"agent_episode_ids": ids, "agent_to_module_mapping_fn": module_for}
+    episode = made(id_, observation_space=OBSERVATIONS, action_space=ACTIONS, **agents)
     episode.add_env_reset(observations=first["observations"], infos=first["infos"])
     for step in steps:
         episode.add_env_step(**step)

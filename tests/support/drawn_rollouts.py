@@ -35,13 +35,9 @@ def makers_of(drawn: Setting) -> list[Any]:
 
 def rollout_of(drawn: Setting, env: Any = None, **options: Any) -> Rollout:
     """Three fragments of every lane, over environments of its own unless there are others."""
-    return Rollout(
-        makers_of(drawn) if env is None else env,
-        fragment_length=drawn.fragment_length,
-        lookback=drawn.lookback,
-        seed=drawn.seed,
-        **{"module": NumberedModule(), "num_fragments": 3, **options},
-    )
+    shape = {"fragment_length": drawn.fragment_length, "lookback": drawn.lookback, "seed": drawn.seed}
+    options = {"module": NumberedModule(), "num_fragments": 3, **shape, **options}
+    return Rollout(makers_of(drawn) if env is None else env, **options)
 
 
 def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:

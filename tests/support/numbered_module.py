@@ -23,12 +23,9 @@ class NumberedModule(RLModule):
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         obs = batch["obs"]
         at = obs["at"] if isinstance(obs, dict) else obs
-        return {
-            "action_dist_inputs": logits_of(at.float()),
-            "vf_preds": at[:, 2].float(),
-            "seen": at,
-            "weight": self.weight.detach().expand(len(at)),
-        }
+        weight = self.weight.detach().expand(len(at))
+        logits = logits_of(at.float())
+        return {"action_dist_inputs": logits, "vf_preds": at[:, 2].float(), "seen": at, "weight": weight}
 
 
 class WideModule(NumberedModule):

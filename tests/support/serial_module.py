@@ -44,13 +44,9 @@ class SerialModule(RLModule):
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         at = at_of(batch["obs"])
         self.passes.done.append(Pass(float(self.weight), at.to(torch.int64).tolist()))
-        return {
-            "action_dist_inputs": logits_of(at, self.shift),
-            "vf_preds": at[:, 4].float(),
-            "seen": at,
-            "weight": self.weight.detach().expand(len(at)),
-            "serial": torch.full((len(at),), len(self.passes.done) - 1),
-        }
+        serial = torch.full((len(at),), len(self.passes.done) - 1)
+        kept = {"seen": at, "weight": self.weight.detach().expand(len(at)), "serial": serial}
+        return {"action_dist_inputs": logits_of(at, self.shift), "vf_preds": at[:, 4].float(), **kept}
 
 
 class BreakingModule(SerialModule):

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, note, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
+from property_examples import strategies
 
 from rollflow import ConnectorV2, Fragment, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode, VTrace
 from rollflow.nodes import (
@@ -521,16 +522,8 @@ def fragments_of(
         return list(rollout.fragments()), rollout.module
 
 
-settings_drawn = st.fixed_dictionaries(
-    {
-        "slots": st.integers(1, 5),
-        "mode": st.sampled_from(MODES),
-        "nested": st.booleans(),
-        "fragment_length": st.integers(1, 9),
-        "lookback": st.sampled_from([0, 1, 5]),
-        "num_fragments": st.integers(1, 3),
-    }
-)
+parts_drawn = strategies(slots=(1, 5), mode=st.sampled_from(MODES), nested=bool, fragment_length=(1, 9))
+settings_drawn = st.fixed_dictionaries({**parts_drawn, **strategies(lookback=[0, 1, 5], num_fragments=(1, 3))})
 
 
 def equal_batches(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -30,16 +30,10 @@ from rollflow.stream.data.tree import leaves_of
 def episode(id_: str, steps: int, *, terminated: bool = False, first: int = 0) -> SingleAgentEpisode:
     """Observations first, first + 1, …; actions ten times and rewards half of the observation they follow."""
     seen = range(first, first + steps)
-    return SingleAgentEpisode(
-        id_,
-        observations=[*seen, first + steps],
-        actions=[10 * number for number in seen],
-        rewards=[0.5 * number for number in seen],
-        extra_model_outputs={"vf_preds": [float(number) for number in seen], "state_out": [0 for _ in seen]},
-        terminated=terminated,
-        truncated=not terminated,
-        len_lookback_buffer=0,
-    )
+    outputs = {"vf_preds": [float(number) for number in seen], "state_out": [0 for _ in seen]}
+    acted: Any = {"actions": [10 * number for number in seen], "rewards": [0.5 * number for number in seen]}
+    ends: Any = {"terminated": terminated, "truncated": not terminated, "len_lookback_buffer": 0}
+    return SingleAgentEpisode(id_, observations=[*seen, first + steps], extra_model_outputs=outputs, **acted, **ends)
 
 
 # Observations and other columns out of the episodes

@@ -130,11 +130,8 @@ def wrappers_of(env: Any) -> list[str]:
 def test_the_first_environment_of_an_id_is_checked_for_all_of_them() -> None:
     with Rollout("FrozenLake-v1", module=Zeros(), num_envs=3, seed=0) as rollout:
         [vector] = rollout.environments.envs
-        assert [wrappers_of(env) for env in vector.envs] == [
-            ["TimeLimit", "OrderEnforcing", "PassiveEnvChecker"],
-            ["TimeLimit"],
-            ["TimeLimit"],
-        ]
+        wrappers = [["TimeLimit", "OrderEnforcing", "PassiveEnvChecker"], ["TimeLimit"], ["TimeLimit"]]
+        assert [wrappers_of(env) for env in vector.envs] == wrappers
 
 
 class Lists(SmallEnv):

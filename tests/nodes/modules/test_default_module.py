@@ -61,12 +61,8 @@ def state(module: DefaultModule, rows: int) -> dict[str, torch.Tensor]:
 
 def test_a_vector_goes_through_two_dense_layers_and_a_head_each() -> None:
     module = DefaultModule(VECTOR, CHOICE)
-    assert [tuple(weight.shape) for name, weight in module.named_parameters() if name.endswith("weight")] == [
-        (256, 3),
-        (256, 256),
-        (2, 256),
-        (1, 256),
-    ]
+    shapes = [tuple(weight.shape) for name, weight in module.named_parameters() if name.endswith("weight")]
+    assert shapes == [(256, 3), (256, 256), (2, 256), (1, 256)]
     obs = observations(VECTOR, 4)
     output = module.forward_exploration({"obs": obs})
     w = list(module.parameters())

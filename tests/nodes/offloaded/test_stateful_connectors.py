@@ -52,12 +52,8 @@ def run(piece: type[ConnectorV2], lanes: int, *, after: bool, place: str = "roll
     connector: Any = {"module_to_env_connector" if after else "env_to_module_connector": lambda env: piece()}
     acts: Any = {"module": NumberedModule(), **connector}
     options: Any = {"workers": lanes} if place == "rollouts" else {}
-    with (
-        rollout_at(
-            place, makers, acts=acts, envs={"lanes": lanes}, fragment_length=4, num_fragments=4, seed=0, **options
-        ) as made,
-        made as rollout,
-    ):
+    options |= {"envs": {"lanes": lanes}, "fragment_length": 4, "num_fragments": 4, "seed": 0}
+    with rollout_at(place, makers, acts=acts, **options) as made, made as rollout:
         assert len(list(rollout.fragments())) == 4 * lanes
     return rollout
 

@@ -173,12 +173,9 @@ def test_policies_of_a_rollout_over_pettingzoo_are_evaluated() -> None:
     def make() -> Any:
         return simple_spread_v3.parallel_env(N=2)
 
-    rollout = MultiAgentRollout(
-        make,
-        model_config={"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6},
-        env_to_module_connector=lambda env: [PrevActionsPrevRewards(), FlattenObservations()],
-        seed=1,
-    )
+    config = {"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6}
+    flat: Any = {"env_to_module_connector": lambda env: [PrevActionsPrevRewards(), FlattenObservations()]}
+    rollout = MultiAgentRollout(make, model_config=config, seed=1, **flat)
     policies = {agent: rollout.policy(agent) for agent in ("agent_0", "agent_1")}
     first, again = (evaluate_agents(policies, make, episodes=2) for _ in range(2))
     by_rollout = rollout.evaluate(episodes=2)

@@ -77,13 +77,8 @@ class Setting(NamedTuple):
     seed: int
 
 
-forms = st.builds(
-    Form,
-    dtype=st.sampled_from(OBSERVATION_DTYPES),
-    nested=st.booleans(),
-    action=st.sampled_from(sorted(ACTION_SPACES)),
-    longest=st.integers(1, 9),
-)
+kinds = {"dtype": st.sampled_from(OBSERVATION_DTYPES), "action": st.sampled_from(sorted(ACTION_SPACES))}
+forms = st.builds(Form, nested=st.booleans(), longest=st.integers(1, 9), **kinds)
 targets = st.sampled_from(["u1", "i2", "f2", "f4"])
 rewritten = st.lists(st.tuples(targets, st.sampled_from(["by episodes", "by columns", "as floats"])), max_size=2)
 drawn_settings = st.builds(

@@ -221,12 +221,9 @@ class Remembers(RLModule):
 
 def test_a_recurrent_modules_batches_are_the_same_by_columns_and_by_episodes() -> None:
     drawn = Drawn(2, 1, 3, 0, 9, False, 5, 1, False, 3)
-    _, rollout = made(
-        drawn,
-        env_to_module_connector=lambda part: MeanStdFilter(),
-        module={"plain 0": None, "plain 1": None},
-        model_config=DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=3),
-    )
+    acts: Any = {"module": {"plain 0": None, "plain 1": None}, "env_to_module_connector": lambda part: MeanStdFilter()}
+    config = DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=3)
+    _, rollout = made(drawn, model_config=config, **acts)
     fragments = run(rollout, 4, publish=False)
     batches = [rollout.learner.batch_of([fragment]) for fragment in fragments]
     assert sum(len(batch) for batch in batches) > len(batches)

@@ -465,11 +465,8 @@ class Walk(SmallEnv):
         if not self.t:
             self.length, self.episode = int(self.np_random.integers(1, 9)), self.episode + 1
             self.truncates = self.length % 2 == 1
-        return {
-            "observation": np.array([self.slot, self.episode, self.t], np.float32),
-            "achieved_goal": np.array([self.t], np.int32),
-            "desired_goal": self.goal,
-        }
+        achieved, seen = np.array([self.t], np.int32), np.array([self.slot, self.episode, self.t], np.float32)
+        return {"observation": seen, "achieved_goal": achieved, "desired_goal": self.goal}
 
     def pay(self, action: Any) -> float:
         return -2.0

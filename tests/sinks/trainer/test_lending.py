@@ -83,13 +83,8 @@ def test_tuples_come_as_lists_each_time(ends: Pair, lane: Lane) -> None:
 
 
 def test_what_lies_elsewhere_is_copied_and_comes_whole(ends: Pair) -> None:
-    columns = {
-        "plain": numbers(0, 5000),
-        "turned": numbers(1, 600).reshape(20, 30).T,
-        "other end first": np.arange(10, dtype=">i4"),
-        "nothing": np.zeros((0, 3)),
-        "truth": np.array([True, False]),
-    }
+    columns = {"plain": numbers(0, 5000), "turned": numbers(1, 600).reshape(20, 30).T, "nothing": np.zeros((0, 3))}
+    columns |= {"other end first": np.arange(10, dtype=">i4"), "truth": np.array([True, False])}
     ends.send(**columns)
     (fragment,) = ends.received()
     for name, column in columns.items():

@@ -89,14 +89,9 @@ def test_a_sealed_column_can_not_be_written() -> None:
 
 
 def test_infos_are_taken_apart_by_slot() -> None:
-    infos = {
-        "x": np.array([1, 2, 3]),
-        "_x": np.array([True, False, True]),
-        "deep": {"y": np.array(["a", None, "c"], object), "_y": np.array([True, False, True])},
-        "_deep": np.array([True, False, True]),
-        "run": "name",
-        "_own": 5,
-    }
+    some = np.array([True, False, True])
+    deep = {"y": np.array(["a", None, "c"], object), "_y": some}
+    infos = {"x": np.array([1, 2, 3]), "_x": some, "deep": deep, "_deep": some, "run": "name", "_own": 5}
     assert info_of(infos, 0) == {"x": 1, "deep": {"y": "a"}, "run": "name", "_own": 5}
     assert info_of(infos, 1) == {"run": "name", "_own": 5}
     assert without(infos, "x", "deep", "none") == {"run": "name", "_own": 5}

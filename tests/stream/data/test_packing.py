@@ -120,10 +120,6 @@ def test_what_can_not_be_packed_is_left_out_of_infos_and_told() -> None:
     assert kept["finals"] == {"infos": [{"w": 3}]}
     assert kept["parts"] == [{"infos": [[[0, {3: 4}], [1, {"y": 5}]]]}]
     assert kept["custom_data"] is value["custom_data"]
-    assert [text.partition(" is ")[0] for text in told] == [
-        "slot 0: info['a']",
-        "slot 0: info['b']['c']",
-        "infos['v']",
-        "agent 0: info['x']",
-    ]
+    names = ["slot 0: info['a']", "slot 0: info['b']['c']", "infos['v']", "agent 0: info['x']"]
+    assert [text.partition(" is ")[0] for text in told] == names
     assert told[0].endswith("is {1}, of type set")

@@ -294,13 +294,8 @@ model_forms = {
         number_of,
     ),
 }
-some = {
-    "numbers": st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    "lookback": st.integers(0, 9),
-    "indices": indices_drawn,
-    "as_lookback": st.booleans(),
-    "form": st.sampled_from(list(model_forms.values())),
-}
+some = {"numbers": st.lists(st.integers(1, 9), min_size=1, max_size=9), "lookback": st.integers(0, 9)}
+some |= {"indices": indices_drawn, "as_lookback": st.booleans(), "form": st.sampled_from(list(model_forms.values()))}
 
 
 def items_of(several: Any) -> list[Any]:

@@ -219,13 +219,8 @@ def test_ready_buffers_and_arrays_are_taken_as_they_are() -> None:
 def test_the_spaces_given_go_to_ready_buffers_that_have_none() -> None:
     space = gym.spaces.Discrete(3)
     own = LookbackBuffer([1], 0, gym.spaces.Discrete(4))
-    episode = SingleAgentEpisode(
-        observations=LookbackBuffer([0, 2], 0),
-        observation_space=space,
-        actions=own,
-        action_space=space,
-        rewards=LookbackBuffer([0.5], 0),
-    )
+    ready: Any = {"observations": LookbackBuffer([0, 2], 0), "actions": own, "rewards": LookbackBuffer([0.5], 0)}
+    episode = SingleAgentEpisode(observation_space=space, action_space=space, **ready)
     assert episode.get_observations(-1, one_hot_discrete=True).tolist() == [0, 0, 1]
     assert episode.get_rewards(1, fill=2).dtype == np.float32
     assert (episode.observation_space, episode.action_space) == (space, own.space)

@@ -155,13 +155,8 @@ def test_under_a_debugger_it_begins_anew() -> None:
 
 
 def test_the_final_blocker_is_followed_to_and_a_closed_way_is_a_deadlock() -> None:
-    waits = by_name(
-        [
-            reader(on=("a",)),
-            Wait("a", "waits", "waits for room in a → b", on=("b",)),
-            Wait("b", "waits", "waits for room in b → a", on=("a",)),
-        ]
-    )
+    closed = [Wait(a, "waits", f"waits for room in {a} → {b}", on=(b,)) for a, b in ("ab", "ba")]
+    waits = by_name([reader(on=("a",)), *closed])
     way = way_from(CALLER, waits)
     assert way is not None
     assert way.is_closed
