@@ -76,11 +76,8 @@ def test_a_host_that_drains_loses_nothing_and_another_takes_its_place(
     kind: type[Host], agents: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     remote = PacedHosts(kind, agents, hosts=2)
-    with (
-        remote.host_of(logged(remote, tmp_path, 0, 1), lanes=2, name="first") as first,
-        remote.host_of(logged(remote, tmp_path, 2)),
-        remote.rollout(prefetch=1) as rollout,
-    ):
+    two = remote.host_of(logged(remote, tmp_path, 0, 1), lanes=2, name="first")
+    with two as first, remote.host_of(logged(remote, tmp_path, 2)), remote.rollout(prefetch=1) as rollout:
         stream = iter(rollout.fragments())
         fragments: list[Any] = [next(stream) for _ in range(8)]
         first.drain()
@@ -244,11 +241,8 @@ def test_a_host_that_waits_for_gateways_drains_as_well(tmp_path: Path) -> None:
 
 def test_batches_go_on_where_a_host_drains() -> None:
     envs = listening(RemoteRollouts, hosts=2)
-    with (
-        rollouts_on(envs.addresses[0], makers(0, 1)) as first,
-        rollouts_on(envs.addresses[0], makers(2)),
-        rollout_over(envs, prefetch=1) as rollout,
-    ):
+    two, one = rollouts_on(envs.addresses[0], makers(0, 1)), rollouts_on(envs.addresses[0], makers(2))
+    with two as first, one, rollout_over(envs, prefetch=1) as rollout:
         batches = iter(rollout.batches())
         sizes = [len(next(batches)["obs"])]
         first.drain()
@@ -280,11 +274,8 @@ def await_cut(host: RolloutHost, lanes: int = 1) -> None:
 def test_fragments_in_the_making_are_cut_short_and_given(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts, hosts=2)
     held = [partial(Held, slot, tmp_path, steps=[5 + slot]) for slot in range(3)]
-    with (
-        rollouts_on(envs.addresses[0], held[:2], lanes=2) as first,
-        rollouts_on(envs.addresses[0], held[2:]) as second,
-        rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout,
-    ):
+    two, one = rollouts_on(envs.addresses[0], held[:2], lanes=2), rollouts_on(envs.addresses[0], held[2:])
+    with two as first, one as second, rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout:
         for slot in range(3):
             await_held(tmp_path, slot)
 

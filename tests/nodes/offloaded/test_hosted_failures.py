@@ -337,10 +337,8 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
 def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     try:
-        with (
-            rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])]),
-            rollout_over(envs, timeouts=Timeouts(step=0.05, reset=0.4), prefetch=1) as rollout,
-        ):
+        host = rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])])
+        with host, rollout_over(envs, timeouts=Timeouts(step=0.05, reset=0.4), prefetch=1) as rollout:
             rollout.environments.join_timeout = 0.2
             await_held(tmp_path, 0)
             with pytest.raises(EnvError, match=rf"{ALL_LEFT}.* no answer to a reset within 0.4 s"):

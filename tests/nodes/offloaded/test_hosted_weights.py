@@ -104,11 +104,8 @@ def test_a_host_that_is_slow_to_read_gets_the_newest_alone(tmp_path: Path) -> No
 def test_many_that_are_published_at_once_are_never_mixed() -> None:
     envs = listening(RemoteRollouts, hosts=2)
     done = threading.Event()
-    with (
-        rollouts_on(envs.addresses[0], makers(0, 1), lanes=2),
-        rollouts_on(envs.addresses[0], makers(2)),
-        rollout_over(envs, fragment_length=40, prefetch=2) as rollout,
-    ):
+    two, one = rollouts_on(envs.addresses[0], makers(0, 1), lanes=2), rollouts_on(envs.addresses[0], makers(2))
+    with two, one, rollout_over(envs, fragment_length=40, prefetch=2) as rollout:
 
         def publish() -> None:
             version = 0

@@ -99,10 +99,8 @@ STEP, BATCH = "lane 0, vector step 2", "lane 0, vector steps 16 to 24, lane 1, v
 def test_an_error_says_in_which_piece_lane_and_step(pipeline: str, calls: int, place: str, where: str) -> None:
     """In the third batch, or in lane 0's third step."""
     options: dict[str, Any] = {f"{pipeline}_connector": lambda *given: Watches(calls), "fragment_length": 8, **THREADED}
-    with (
-        pytest.raises(ZeroDivisionError) as raised,
-        Rollout(numbered_envs(4)[1], module=NumberedModule(), debug=True, **options) as rollout,
-    ):
+    made = Rollout(numbered_envs(4)[1], module=NumberedModule(), debug=True, **options)
+    with pytest.raises(ZeroDivisionError) as raised, made as rollout:
         list(rollout.batches())
     assert raised.value.__notes__[:2] == [f"in connector piece 'Watches' ({place})", where]
 

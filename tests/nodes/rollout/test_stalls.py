@@ -99,10 +99,8 @@ def held_rollout(name: str, place: str, folder: Path) -> Iterator[Any]:
         module = HeldModule(folder)
     elif fault.stage != "env":
         options |= {f"{name}_connector": lambda *spaces: HeldPiece(folder), "num_fragments": 5}
-    with (
-        rollout_at(place, [env], acts={"module": module}, hosts={"name": "sim"}, **options) as rollout,
-        being_read(rollout, lambda: let_go(folder, 0)),
-    ):
+    made = rollout_at(place, [env], acts={"module": module}, hosts={"name": "sim"}, **options)
+    with made as rollout, being_read(rollout, lambda: let_go(folder, 0)):
         await_held(folder, 0)
         yield rollout
 
@@ -293,10 +291,8 @@ SLOW_PLACES = ["ahead", "threads", "forward in a thread", "processes", "rollouts
 @pytest.mark.parametrize("place", ["inline", *(pytest.param(place, marks=pytest.mark.slow) for place in SLOW_PLACES)])
 def test_a_run_that_stands_still_is_ended_where_it_is_asked_for(place: str, tmp_path: Path) -> None:
     """Inline a step in the main thread is broken off; in any other place it goes on once the loop has its error."""
-    with (
-        pytest.raises(StallError, match=r"is in step\(\) since") as caught,
-        holding(place, tmp_path, watch=Watch(stall_after=0.3, on_stall="raise")) as rollout,
-    ):
+    held = holding(place, tmp_path, watch=Watch(stall_after=0.3, on_stall="raise"))
+    with pytest.raises(StallError, match=r"is in step\(\) since") as caught, held as rollout:
         try:
             next(rollout.fragments())
         finally:

@@ -161,10 +161,8 @@ def test_a_killed_program_leaves_a_trace_that_can_be_repaired(tmp_path: Path) ->
 
 def test_an_error_in_the_loop_ends_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
-    with (
-        pytest.raises(ZeroDivisionError),
-        Rollout(ENVS, module=NumberedModule(), fragment_length=8, watch=Watch(trace=str(path))) as rollout,
-    ):
+    made = Rollout(ENVS, module=NumberedModule(), fragment_length=8, watch=Watch(trace=str(path)))
+    with pytest.raises(ZeroDivisionError), made as rollout:
         for _ in rollout.batches():
             raise ZeroDivisionError
     events = events_of(path)

@@ -199,10 +199,8 @@ def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played
     told = "observation_space is .* but .* in the fragment"
     with DatasetSink(path) as sink, pytest.raises(DatasetError, match=told):
         sink(nested)
-    with (
-        DatasetSink(path, extra=()) as sink,
-        pytest.raises(DatasetError, match=r"the columns \[.*vf_preds.*\] are in the dataset alone"),
-    ):
+    told = r"the columns \[.*vf_preds.*\] are in the dataset alone"
+    with DatasetSink(path, extra=()) as sink, pytest.raises(DatasetError, match=told):
         sink(played.fragments[0])
     with DatasetSink(path) as sink:
         sink(played.fragments[0])

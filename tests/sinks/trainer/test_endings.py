@@ -776,10 +776,8 @@ def test_a_sink_gets_what_it_was_told_to_send() -> None:
         graph.add(rollout=rollout, passes_on=lambda fragments: fragments)
         graph.connect("rollout.fragments", "passes_on")
         graph.connect("passes_on", sink)
-        with (
-            pytest.raises(TypeError, match="a Fragment came to a sink that sends batches, expected these"),
-            running(graph, rollout, sink) as feed,
-        ):
+        refused = pytest.raises(TypeError, match="a Fragment came to a sink that sends batches, expected these")
+        with refused, running(graph, rollout, sink) as feed:
             with pytest.raises((RunError, StopIteration)):
                 next(iter(stream))
             feed.ended.result(60)
@@ -856,10 +854,8 @@ def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one(certificates:
         with feeding(stream.address, num_fragments=3, sink={"tls": client, "secret": SECRET}) as feed:
             assert sum(fragment.num_steps for fragment in stream) == feed.rollout.num_steps
     with trainer(tls=server, join_timeout=0.01) as stream:
-        with (
-            pytest.raises(WireError, match="the trainer speaks TLS and the rollout does not"),
-            feeding(stream.address, num_fragments=1) as feed,
-        ):
+        refused = pytest.raises(WireError, match="the trainer speaks TLS and the rollout does not")
+        with refused, feeding(stream.address, num_fragments=1) as feed:
             refused_by(stream, "the trainer speaks TLS and the rollout does not")
             feed.ended.result(60)
     with pytest.raises(WireError, match="no host name to check in a certificate"):

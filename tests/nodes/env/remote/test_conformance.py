@@ -24,10 +24,8 @@ def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
 def test_a_secret_and_certificates_on_both_sides(certificates: dict[str, ssl.SSLContext]) -> None:
     options: Any = {"fragment_length": 8, "num_fragments": 2, "seed": 1}
     envs = listening(secret="open sesame", tls=certificates["server"])
-    with (
-        hosting(envs.addresses[0], "CartPole-v1", num_envs=2, secret=b"open sesame", tls=certificates["client"]),
-        Rollout(envs, **options) as rollout,
-    ):
+    proof: Any = {"secret": b"open sesame", "tls": certificates["client"]}
+    with hosting(envs.addresses[0], "CartPole-v1", num_envs=2, **proof), Rollout(envs, **options) as rollout:
         ours = list(rollout.fragments())
     with Rollout("CartPole-v1", num_envs=2, **options) as inline:
         assert_alike(ours, list(inline.fragments()))

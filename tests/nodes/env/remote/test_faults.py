@@ -142,10 +142,8 @@ def test_a_hung_simulator_is_named_and_its_episode_ended(lane_clock: LaneClock) 
 
     envs = listening()
     hanging = partial(Hanging, 0, lengths=(50, 60))
-    with (
-        hosting(envs.addresses[0], [hanging, *makers(1)], lanes=2, name="sim"),
-        rollout_over(envs, timeouts=Timeouts(step=0.3)) as rollout,
-    ):
+    host = hosting(envs.addresses[0], [hanging, *makers(1)], lanes=2, name="sim")
+    with host, rollout_over(envs, timeouts=Timeouts(step=0.3)) as rollout:
         releasing = threading.Thread(target=release, args=(rollout,))
         releasing.start()
         fragments = iter(rollout.fragments())

@@ -120,11 +120,8 @@ def test_a_host_that_is_away_is_waited_for_where_no_other_is_left(caplog: pytest
         wire.is_down = False
 
     try:
-        with (
-            joining(wire.address, 0, "cut off"),
-            joining(envs.addresses[0], 1, "leaving") as leaving,
-            rollout_over(envs, num_fragments=40) as rollout,
-        ):
+        cut_off, leaves = joining(wire.address, 0, "cut off"), joining(envs.addresses[0], 1, "leaving")
+        with cut_off, leaves as leaving, rollout_over(envs, num_fragments=40) as rollout:
             fragments = iter(rollout.fragments())
             taken_until(fragments, lambda taken: slots_of(taken) >= {0, 1})
             wire.go_down()

@@ -43,10 +43,9 @@ def test_a_first_step_that_raises_in_every_lane_is_reported_at_once(place: str, 
 @pytest.mark.wait_times(first_pause_s=0.0)
 def test_where_another_host_goes_on_it_is_an_accident(tmp_path: Path) -> None:
     envs = listening(hosts=2)
-    with (
-        hosting(envs.addresses[0], [partial(Doomed, 0, tmp_path, "raise", 0, 2)]),
-        hosting(envs.addresses[0], [partial(NumberedEnv, 1)]),
-        Rollout(envs, module=NumberedModule(), fragment_length=4, num_fragments=2, seed=0) as rollout,
-    ):
+    makers = partial(Doomed, 0, tmp_path, "raise", 0, 2), partial(NumberedEnv, 1)
+    one, other = (hosting(envs.addresses[0], [make]) for make in makers)
+    options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 2, "seed": 0}
+    with one, other, Rollout(envs, **options) as rollout:
         assert {fragment.lane for fragment in rollout.fragments()} == {0, 1}
     assert len(Doomed.lives(tmp_path, 0)) == 3

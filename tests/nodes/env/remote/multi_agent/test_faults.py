@@ -40,10 +40,8 @@ def test_every_agent_step_of_a_lost_environment_is_in_a_chunk_or_counted(
     doomed = makers(folder, 0, **{name: drawn.pop(name) for name in ("fate", "step", "lives")}, **kinds)
     wire = BrokenWire(envs.addresses[0], lambda: cuts.pop() if cuts else None)
     try:
-        with (
-            hosting(wire.address, [*doomed, *makers(folder, 1, 2, **kinds)], lanes=lanes),
-            rollout_over(envs, num_fragments=20, **drawn) as rollout,
-        ):
+        host = hosting(wire.address, [*doomed, *makers(folder, 1, 2, **kinds)], lanes=lanes)
+        with host, rollout_over(envs, num_fragments=20, **drawn) as rollout:
             fragments = list(rollout.fragments())
             check_laws(rollout, fragments, folder, 3)
     finally:
