@@ -21,7 +21,7 @@ BUDGETS = {  # folder -> code lines, classes
     "cli": (1235, 4),  # filmed environments, from nodes/env
     "nodes": (165, 0),  # keywords checked in one place
     "nodes/connectors": (598, 6),  # named pieces, which stood in alpha and in pipelines; pieces for a device
-    "nodes/connectors/alpha": (470, 22),
+    "nodes/connectors/alpha": (466, 22),
     "nodes/connectors/common": (672, 10),  # pieces over tensors
     "nodes/connectors/env_to_module": (562, 9),  # pieces over tensors
     "nodes/connectors/learner": (603, 11),  # pieces over tensors
@@ -36,7 +36,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/env/workers": (1818, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
-    "nodes/logs": (728, 13),
+    "nodes/logs": (726, 13),
     "nodes/metrics": (593, 11),  # columns on a device
     "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
     "nodes/offloaded": (1908, 29),  # rows after which slots end
@@ -58,11 +58,11 @@ BUDGETS = {  # folder -> code lines, classes
         1557,
         24,
     ),  # infos of several agents; lanes of which some slots are ready; columns on a device; sums over chunks
-    "stream/graph": (2620, 40),  # tasks that read several outputs; bound calls of nodes
+    "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
     "stream/multi_agent": (1395, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
-    "stream/wire": (1065, 24),
+    "stream/wire": (1056, 24),
     "stream/wire/codec": (1191, 39),
 }
 PUBLIC_NAMES = {

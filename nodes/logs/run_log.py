@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -117,13 +117,6 @@ class RunLog(abc.ABC):
         if self._has_begun:
             self._make_rows()
 
-    def _row(self, now: Counts, values: Mapping[str, float]) -> Row:
-        options = self._options
-        of_updates = None if options.of_updates is None else self._first.updates + options.of_updates
-        nodes = () if now.report is None else now.report.nodes
-        pieces = {node.name: node.slowest_piece for node in nodes if node.slowest_piece}
-        return Row(now.steps, now.updates, time.time(), now.elapsed_s, values, of_updates, options.axis, pieces)
-
     def _make_rows(self) -> None:
         """Start the thread that makes rows, where there is a destination for them."""
         if not self.writers or self._thread is not None:
@@ -166,7 +159,11 @@ class RunLog(abc.ABC):
             own, self._own = self._own, {}
         self._before = now
         values |= {name: total / count for name, (total, count) in own.items()}
-        row = self._row(now, values)
+        options = self._options
+        of_updates = None if options.of_updates is None else self._first.updates + options.of_updates
+        nodes = () if now.report is None else now.report.nodes
+        pieces = {node.name: node.slowest_piece for node in nodes if node.slowest_piece}
+        row = Row(now.steps, now.updates, time.time(), now.elapsed_s, values, of_updates, options.axis, pieces)
         for writer in self.writers:
             writer.put(row)
 

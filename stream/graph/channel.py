@@ -277,7 +277,9 @@ class Outlet(Generic[T]):
                 self._unchecked, self._checked_at = 0, clock()
             for channel in self._channels:
                 if not channel.offer(item):
-                    await self._send_waiting(channel, item)
+                    with self._meter.blocks():
+                        await channel.send(item)
+                    self._unchecked, self._checked_at = 0, clock()
             self._current = None
         finally:
             if stop is not None:
@@ -290,11 +292,6 @@ class Outlet(Generic[T]):
     def held(self) -> list[T]:
         """The item that is not in every channel yet."""
         return [] if self._current is None else [self._current]
-
-    async def _send_waiting(self, channel: Channel[T], item: T) -> None:
-        with self._meter.blocks():
-            await channel.send(item)
-        self._unchecked, self._checked_at = 0, clock()
 
 
 class Unsent:

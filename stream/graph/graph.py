@@ -163,9 +163,8 @@ class Graph:
         for name, spec in self.nodes.items():
             for port in spec.inlets:
                 if (name, port) not in fed:
-                    raise GraphError(f"inlet '{name}.{port}' is connected to nothing: connect an outlet to it").see(
-                        "graph"
-                    )
+                    problem = f"inlet '{name}.{port}' is connected to nothing: connect an outlet to it"
+                    raise GraphError(problem).see("graph")
             for port in spec.outlets:
                 if (name, port) not in read:
                     raise GraphError(
@@ -175,9 +174,8 @@ class Graph:
                     ).see("graph")
         cycle = self._cycle()
         if cycle:
-            raise GraphError(f"cycle {' → '.join(cycle)}: declare the edge that closes it with feedback=True").see(
-                "graph"
-            )
+            problem = f"cycle {' → '.join(cycle)}: declare the edge that closes it with feedback=True"
+            raise GraphError(problem).see("graph")
         gated = next((edge for edge in self.edges if edge.gate is not None and not self.is_chained(edge)), None)
         if gated is not None:
             raise GraphError(

@@ -2,16 +2,7 @@
 
 from rollflow.stream.wire.address import Address, SharedAddress, TcpAddress, UnixAddress, check_secret, parse_address
 from rollflow.stream.wire.codec.frame import FrameDecoder
-from rollflow.stream.wire.codec.handshake import (
-    NONCE_BYTES,
-    SESSION_BYTES,
-    VERSION,
-    Challenge,
-    Hello,
-    LaneGrant,
-    Proof,
-    Welcome,
-)
+from rollflow.stream.wire.codec.handshake import SESSION_BYTES, Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import (

@@ -5,6 +5,7 @@ import socket
 from remote_hosts import RawEnd
 
 from rollflow.stream import wire
+from rollflow.stream.wire.codec.handshake import NONCE_BYTES
 
 PATIENT = wire.Limits(handshake_s=250.0, heartbeat_s=250.0)  # nobody is given up while a test runs
 
@@ -17,7 +18,7 @@ class RawGateway(RawEnd):
     def __init__(self, address: str, limits: wire.Limits = PATIENT) -> None:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address.removeprefix("unix:"))
-        nonce = bytes(wire.NONCE_BYTES)
+        nonce = bytes(NONCE_BYTES)
         super().__init__(sock, wire.GatewayConnection(software="raw", nonce=nonce, secret=None, limits=limits, now=0.0))
 
     def hello(self) -> wire.Hello:

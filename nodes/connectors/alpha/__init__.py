@@ -14,7 +14,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
 """Output of a policy: actions, states as a list of arrays, and further outputs by name."""
+
+_T = TypeVar("_T")
 
 
 class SampleBatch(dict[str, Any]):
@@ -361,7 +363,7 @@ class ConnectorPipeline(NamedPieces, Connector):
                 f"{self.name}: the same {type(connector).__name__} object twice, expected another object"
             )
 
-    def _in_turn(self, item: Any, is_sound: Callable[[Any], bool], expected: str) -> Any:
+    def _in_turn(self, item: _T, is_sound: Callable[[Any], bool], expected: str) -> _T:
         """Call the connectors one after the other, with a note of the place on errors.
 
         is_sound, expected    of what a connector returns: a test, and its text
@@ -386,8 +388,7 @@ class AgentConnectorPipeline(ConnectorPipeline, AgentConnector):
     kind = AgentConnector
 
     def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
-        made: list[AgentConnectorDataType] = self._in_turn(acd_list, _is_agent_list, "a list of AgentConnectorDataType")
-        return made
+        return self._in_turn(acd_list, _is_agent_list, "a list of AgentConnectorDataType")
 
     def reset(self, env_id: str) -> None:
         for connector in self.connectors:
@@ -404,12 +405,8 @@ class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
     kind = ActionConnector
 
     def __call__(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-        made: ActionConnectorDataType = self._in_turn(
-            ac_data,
-            _is_action_data,
-            "ActionConnectorDataType with an output of three parts, (actions, states, fetches)",
-        )
-        return made
+        expected = "ActionConnectorDataType with an output of three parts, (actions, states, fetches)"
+        return self._in_turn(ac_data, _is_action_data, expected)
 
 
 def _is_agent_list(item: Any) -> bool:
