@@ -169,6 +169,12 @@ class LaneSource:
         """The memory of a lane's columns where its environments write to it themselves, else None."""
         return None
 
+    def choose_memory(self, pipelines: Sequence[Any], device: Any) -> None:
+        """Choose the memory of the lanes that are made next: here that of arrays.
+
+        pipelines, device    by which the module acts, and where it is; None: anywhere
+        """
+
     def report_lanes_to(self, listener: LaneListener) -> None:
         """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
         self.listener = listener

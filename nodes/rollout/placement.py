@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, get_args
 
 from gymnasium.envs.registration import EnvSpec
 
+from rollflow.nodes.device.environments import DeviceEnvironments
+from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.env.environments import ONE_AGENT as ONE, SEVERAL_AGENTS as SEVERAL, Environments, EnvKind
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
@@ -65,7 +67,8 @@ class RolloutKind(NamedTuple):
 
 def _one_acting(environments: Any, options: RolloutOptions) -> Acting:
     spaces = environments.observation_space, environments.action_space
-    return acting_for(environments.envs[0], spaces, **options.acting_options)
+    home = environments.device if isinstance(environments, DeviceEnvironments) else None
+    return acting_for(environments.envs[0], spaces, **options.acting_options, home=home)
 
 
 def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
@@ -119,7 +122,7 @@ def place(
             device=None,
             forward=replace(options.forward, compile=False),
         )
-    if options.where == "auto" and not isinstance(env, RemoteHosts):
+    if options.where == "auto" and not isinstance(env, RemoteHosts) and not _has_tensors(env):
         options, reason = _chosen_place(env, options, kind, rollout)
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
@@ -142,6 +145,8 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
             _check_remote(asked)
         made = NODES["RemoteEnvs" if isinstance(env, RemoteEnvs) else "RemoteRollouts"]
         return made(env, kind=kind.env, lanes=lanes, **asked.timeouts.keywords(), **options)
+    if are_tensors := _has_tensors(env):
+        _check_tensors(asked, kind)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
@@ -160,7 +165,20 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
         options |= asked.timeouts.keywords()
     elif asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
-    return NODES[where](env, kind=kind.env, **options)
+    return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind.env, **options)
+
+
+def _has_tensors(env: Any) -> bool:
+    """True for a `TorchEnvs`, or a list that has one."""
+    return any(isinstance(each, TorchEnvs) for each in (env if isinstance(env, list | tuple) else (env,)))
+
+
+def _check_tensors(options: RolloutOptions, kind: RolloutKind) -> None:
+    """Raise EnvError for what a `TorchEnvs` can't be given."""
+    if options.where != "inline":
+        raise EnvError(f"where is {options.where!r}, but a TorchEnvs steps in the loop's thread; leave it out")
+    if kind.env.has_several:
+        raise EnvError("a TorchEnvs has one agent in each environment, expected it in a Rollout")
 
 
 def _check_remote(options: RolloutOptions) -> None:

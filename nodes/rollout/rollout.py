@@ -210,8 +210,8 @@ class Rollout(RolloutLoop[Fragment]):
         self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
         pieces = pieces_given(self._options.learner_connector, "learner_connector", *acting.spaces)
         self.has_learner_pieces = bool(pieces)  # beside the default ones
-        stateful = acting.is_stateful
-        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=stateful)
+        options: dict[str, Any] = {"stateful": acting.is_stateful, "device": getattr(self.environments, "device", None)}
+        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, **options)
         self.learner_pipeline.refuse_edits_while_run_by(self)
         self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
         self._make_lanes()

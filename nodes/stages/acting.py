@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from rollflow.nodes.connectors.common.batches import DEVICE
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
@@ -102,13 +103,15 @@ class Acting:
 
     def begin_lane(self, lane: Lane, seed: int) -> None:
         """Give a lane the generators that its actions are sampled with."""
-        lane.shared_data |= sampling_data(lane.index, seed, "module")
+        lane.shared_data |= sampling_data(lane.index, seed, "module", lane.device)
 
     def make_lanes(self, environments: Any, lookback: int, seed: int, sequence: int = 0) -> None:
         """Have environments make lanes that look back so many steps, with what the module samples with.
 
         sequence    number of their first fragments
         """
+        parameters: Any = getattr(self.copy, "parameters", tuple)()
+        environments.choose_memory(self.pipelines, next((each.device for each in parameters), None))
         environments.make_lanes(lookback)
         for lane in environments.lanes:
             self.begin_lane(lane, seed)
@@ -148,11 +151,13 @@ def acting_for(
     module_to_env_connector: Any,
     device: Any,
     seed: int,
+    home: Any = None,
 ) -> Acting:
     """Module and pipelines that act in environments of these spaces, as `Rollout` takes them.
 
     env     a lane's vector environment, or a description of it, for functions that make connector pieces
     seed    of a module that is made here
+    home    device to which a module goes that is made here; None: it stays where it is made
 
     Raises ModuleError, ConnectorError or ValueError for a module, a config or a connector that can't be used.
     """
@@ -162,6 +167,8 @@ def acting_for(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_for(seed, "weights"))  # the one that is restored
         made = module_for(module, model_config, *seen)
+    if home is not None and (module is None or _makes_modules(module)):
+        made.to(home)
     copy = acting_copy(made, device)
     stateful, on, chosen = is_stateful(copy), device_of(copy), chosen_space(copy, spaces[1])
     on_device = None if on.type == "cpu" else on
@@ -212,8 +219,14 @@ def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     return None if asked is False else {} if asked is True else dict(asked)
 
 
-def sampling_data(lane: int, seed: int, name: str) -> dict[str, Any]:
-    """Entries of a lane's `shared_data` that a module of this name samples its actions with."""
+def sampling_data(lane: int, seed: int, name: str, device: Any = None) -> dict[str, Any]:
+    """Entries of a lane's `shared_data` that a module of this name samples its actions with.
+
+    device    of the lane's columns; None: they are arrays
+    """
+    if device is not None:
+        generator = torch.Generator(device).manual_seed(seed_for(seed, name, lane))
+        return {"lane": lane, "generator": generator, DEVICE: device}
     return {
         "lane": lane,
         "generator": torch.Generator().manual_seed(seed_for(seed, name, lane)),

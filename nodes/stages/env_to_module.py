@@ -247,7 +247,10 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             return f"lane {lane.index}, slot {slot}, {step}"
 
         if self._finite:
-            rewards = fragment.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
+            outline = fragment.outline
+            rewards = outline.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
+            if fragment.device is not None:
+                fragment.check_logp(named)  # first: what a module made may be why a reward is none
             finite_float32(rewards.reshape(-1), named)
         return super()._counted(lane, fragment)
 

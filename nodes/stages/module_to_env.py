@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.common.batches import DEVICE
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.module_to_env.action_pieces import slots_with_nan
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
@@ -64,10 +65,14 @@ class ModuleToEnv:
             chosen = lane.layout.action_space
             batch = acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
             lane.batch = batch
-            if lane.index not in self._checked:
-                self._checked.add(lane.index)
-                check_first_actions(batch, chosen, self._env_space, range(lane.layout.num_slots))
-            lane.actions = convert_actions(batch, chosen, self._env_space)
+            if lane.device is not None:
+                on_device: Any = lane
+                lane.actions = on_device.actions_of(batch, self._env_space)
+            else:
+                if lane.index not in self._checked:
+                    self._checked.add(lane.index)
+                    check_first_actions(batch, chosen, self._env_space, range(lane.layout.num_slots))
+                lane.actions = convert_actions(batch, chosen, self._env_space)
             lane.record_actions(batch)
         except Exception as error:
             note_own_pieces(error, *self._before, self.pipeline)
@@ -99,7 +104,7 @@ def acted(
         batch = pipeline.to_record(batch, shared_data)
     if not pipeline.columnar:
         batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
-    if pipeline.has_own_pieces:
+    if pipeline.has_own_pieces and DEVICE not in shared_data:
         _refuse_nan(batch, pipeline)
     return batch
 

@@ -9,6 +9,8 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
+from rollflow.nodes import LambdaConnector
+
 LENGTHS = (3, 1, 5, 2)  # of episodes: slot s's episode e has LENGTHS[(s + e) % 4] steps
 NUM_ACTIONS = 2
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -80,6 +82,11 @@ def _steps_with_ends(num_envs: int, lengths: tuple[int, ...], first: int) -> Ite
             if steps == 0:
                 episodes[slot] += 1
                 left[slot] = lengths[(slot + episodes[slot]) % len(lengths)]
+
+
+def of_arrays(env: Any) -> Any:
+    """A piece that has no form for tensors, and does nothing: a rollout with it is one of arrays."""
+    return LambdaConnector(lambda batch: None, columnar=True, changes_episodes=False)
 
 
 class Groups:

@@ -16,6 +16,7 @@ import torch
 
 from rollflow.nodes.connectors.common.batches import (
     ALIGNED_BYTES,
+    DEVICE,
     MEMORIZED,
     BatchIndividualItems,
     NumpyToTensor,
@@ -194,7 +195,7 @@ class FusedActions(FusedPieces):
     def make(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
-        if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
+        if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data or DEVICE in shared_data:
             return None
         races, generator = shared_data.get(RACES), shared_data.get("generator")
         arrays, is_usable = self._acted(rl_module, batch, explore, races, generator)

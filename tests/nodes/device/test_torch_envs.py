@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from host_reads import counting_reads
 from hypothesis import given, settings, strategies
 from property_examples import examples
-from tensor_envs import ACTIONS, OBSERVATIONS, Groups, ManiSkillEnv, NumberedTensors, RslRlEnv
+from tensor_envs import ACTIONS, OBSERVATIONS, Groups, ManiSkillEnv, NumberedTensors, RslRlEnv, of_arrays
 
 from rollflow import Columns, GeneralAdvantageEstimation, Rollout
 from rollflow.nodes.device.torch_envs import TorchEnvs
@@ -56,7 +56,7 @@ class NumberedSlot(gym.Env[Any, Any]):
 
 
 def fragments_of(env: Any, **options: Any) -> list[Any]:
-    with Rollout(env, num_fragments=3, **options) as rollout:
+    with Rollout(env, num_fragments=3, env_to_module_connector=of_arrays, **options) as rollout:
         return list(rollout.fragments())
 
 

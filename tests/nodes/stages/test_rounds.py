@@ -34,7 +34,7 @@ class Given:
     policy_version: int
     is_empty: bool = False
     num_steps: int = 1
-    columns = {"rewards": Column("rewards", np.zeros((1, 1)))}  # noqa: RUF012
+    outline = SimpleNamespace(columns={"rewards": Column("rewards", np.zeros((1, 1)))})
 
 
 def rounds_of(

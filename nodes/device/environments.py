@@ -1,0 +1,76 @@
+"""A node that steps environments of tensors, whose lanes stay on their device where all pieces can work there."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from gymnasium.vector import VectorEnv
+
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
+from rollflow.nodes.device.lane import DeviceLane
+from rollflow.nodes.device.torch_envs import TorchEnvs
+from rollflow.nodes.env.environments import ONE_AGENT, Environments
+from rollflow.stream.data.errors import ConnectorError, EnvError, ModuleError
+
+
+class TensorSteps(NamedTuple):
+    """Resets and steps of a `TorchEnvs` in tensors."""
+
+    reset: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+class DeviceEnvironments(Environments):
+    """A node that steps environments of tensors, one `TorchEnvs` for each lane, all on one device.
+
+    device      of the environments
+    is_there    whether lanes are on it, rather than of arrays
+
+    All else is as for `Environments`. Raises EnvError also where environments are on several devices.
+    """
+
+    envs: Sequence[TorchEnvs]
+    is_there: bool
+    _in_arrays: Sequence[Any]
+    _in_tensors: Sequence[Any]
+
+    def choose_memory(self, pipelines: Sequence[Iterable[ConnectorV2]], device: torch.device | None) -> None:
+        """Keep lanes on the device where every piece can work there; else have arrays, where that is allowed.
+
+        Raises ConnectorError where it is not, and ModuleError for a module on another device.
+        """
+        piece = next((piece for piece in pieces_within(*pipelines) if not piece.on_device), None)
+        if piece is not None and not all(env.allow_host_copies for env in self.envs):
+            raise ConnectorError(
+                f"{piece.name} would have each step copied from {self.device} to the host, since it has no form for "
+                "tensors; expected a piece of rollflow that has one, or TorchEnvs(env, allow_host_copies=True)"
+            )
+        if piece is None and device not in (None, self.device):
+            raise ModuleError(
+                f"the module is on {device}, but the environments are on {self.device}; expected "
+                f"module.to('{self.device}')"
+            ).see("module")
+        if self.is_there != (piece is None):
+            self.is_there, self._lanes_fit = piece is None, False
+        self._here = self._in_tensors if self.is_there else self._in_arrays
+
+    def describe(self) -> str:
+        """Lanes and slots, and where they are, for `explain()`."""
+        return f"{super().describe()} {'on' if self.is_there else 'copied to the host from'} {self.device}"
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
+        made: Any = super()._made(env, num_envs, lanes)
+        self.device, self.is_there = made[0].device, False
+        for lane, each in enumerate(made):
+            if each.device != self.device:
+                raise EnvError(f"environments of lane {lane} are on {each.device}, expected {self.device} of lane 0")
+        self._in_arrays = self._here
+        self._in_tensors = [TensorSteps(each.reset_tensors, each.step_tensors) for each in made]
+        return made  # type: ignore[no-any-return]
+
+    def _lane(self, index: int, vector: VectorEnv[Any, Any, Any], first_slot: int) -> Any:
+        if not self.is_there:
+            return super()._lane(index, vector, first_slot)
+        layout = ONE_AGENT.layout(self, index, vector, self.seed)
+        return DeviceLane(index, layout, self.observation_space, self.device)

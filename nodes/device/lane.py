@@ -1,0 +1,182 @@
+"""A lane whose columns are tensors on one device: nothing is copied from there, and nothing waited for, in a step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import torch
+
+from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns
+from rollflow.nodes.device.fragment import DeviceFragment
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError, ConnectorError, RunError
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
+from rollflow.stream.fragments.lane import F, Lane, LaneColumns, LaneMemory
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+
+class DeviceEpisodes(LaneEpisodes):
+    """The episodes of all slots of a lane on a device: columns of tensors, and no episode by itself."""
+
+    lane: "DeviceLane"
+
+    def __init__(self, lane: "DeviceLane", observations: Tree, counted: torch.Tensor | None = None) -> None:
+        super().__init__(lane, lane.everyone, observations, is_settled=False)
+        self.counted = counted  # of episodes that have ended
+        self._is_written = counted is not None
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ConnectorError(
+            f"an episode of lane {self.lane.index} is asked for by itself, which has no form for tensors on "
+            f"{self.lane.device}; expected a piece that works with columns, or TorchEnvs(env, allow_host_copies=True)"
+        )
+
+    def observations(self) -> Tree:
+        """The latest observation of every slot: a tree of tensors `any[N, ...]`, not to be written to."""
+        return self.newest()
+
+    def recent(self, name: str, count: int) -> Tree:
+        row, before = self.lane.row, ~self.steps_there(count)
+
+        def window(leaf: torch.Tensor) -> torch.Tensor:
+            taken = torch.stack([leaf[max(each, 0)] for each in range(row - count, row)], 1)
+            return taken.masked_fill_(before.view(*before.shape, *[1] * (taken.ndim - 2)), 0)
+
+        return map_tree(window, self._columns[name].tree)
+
+    def previous(self, name: str) -> Tree | None:
+        values = self.values_before(name)
+        if values is None and name not in self._columns and self.lane.vector_steps:
+            raise ColumnError(f"there is no column '{name}', expected one of {', '.join(self._columns)}").see("piece")
+        return values
+
+    def just_begun(self) -> Any:
+        """bool[N], a tensor: whether the slot's latest observation is its episode's first."""
+        return self.lane.episode_start >= self.lane.row
+
+    def steps_there(self, count: int) -> Any:
+        """bool[N, count], a tensor: which of the last `count` steps `recent` has values of, rather than zeros."""
+        row = self.lane.row
+        rows = torch.arange(row - count, row, device=self.lane.device)
+        return rows >= self.lane.episode_start.clamp(min=0)[:, None]
+
+
+class DeviceLane(Lane):
+    """A `Lane` of environments under SAME_STEP that step on a device; no infos are kept, and no data of pieces.
+
+    Where a step gives last observations it gives them of all slots: those of slots whose episodes go on mean nothing.
+    """
+
+    ended: DeviceEpisodes | None  # type: ignore[assignment]
+    fragment: DeviceFragment
+    columns: DeviceColumns
+
+    def __init__(
+        self, index: int, layout: FragmentLayout, observation_space: gym.Space[Any], device: torch.device
+    ) -> None:
+        self.device = device
+        self._done = torch.zeros(layout.num_slots, dtype=torch.bool, device=device)
+        self._stood_in = torch.zeros(layout.lookback, layout.num_slots, dtype=torch.uint8, device=device)
+        super().__init__(index, layout, observation_space)
+        self._chosen = self.columns.actions(layout.action_space)
+        self._taken: Column | None = None  # of what the environments get, from the first step on
+
+    @property
+    def has_begun_again(self) -> bool:
+        """True once a slot's first episode may have been followed by another."""
+        return self.vector_steps > 0
+
+    def actions_of(self, batch: dict[str, Tree], env_space: gym.Space[Any] | None) -> Tree:
+        """Bring a batch's actions, any[N, ...], to the dtypes of their spaces, in place; those of the environments.
+
+        env_space    of what the environments get; None: that in which `actions` are recorded
+
+        Raises ColumnError for actions of another structure, shape, kind or device.
+        """
+        chosen, slots = self._chosen, self.layout.num_slots
+        if Columns.ACTIONS not in batch:
+            return None  # which recording them refuses
+        actions = batch[Columns.ACTIONS] = chosen.cast(batch[Columns.ACTIONS], slots)
+        is_one = env_space is None or env_space is self.layout.action_space
+        for_env = batch.get(Columns.ACTIONS_FOR_ENV)
+        if for_env is None and is_one:
+            return actions
+        taken = self._taken
+        if taken is None:
+            taken = self._taken = self.columns.actions(self.layout.action_space if env_space is None else env_space)
+        made = taken.cast(actions if for_env is None else for_env, slots)
+        if for_env is not None or made is not actions:
+            batch[Columns.ACTIONS_FOR_ENV] = made
+        return made
+
+    def record_actions(self, outputs: Mapping[str, Tree]) -> None:
+        super().record_actions(outputs)
+        self.fragment.versions.append(self.policy_version)
+
+    def lose(self, reason: str, *, is_under_way: bool = True) -> int:
+        """Raise RunError: environments on a device step in this process, and are not lost."""
+        raise RunError(f"lane {self.index} is on {self.device}, where environments can't be lost")
+
+    def starts_of(self, slots: Any) -> Any:
+        return self.episode_start
+
+    def commit_ended(self) -> None:
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            last = self._column.cast(ended.newest(), self.layout.num_slots)
+            self.fragment.last_rows[self.row - 1] = map_tree(torch.clone, last)
+            self.episode_start.masked_fill_(self._done, self.row)
+
+    def cut(self) -> Fragment:
+        """Return the fragment, and begin the next one with the last H rows as its lookback."""
+        old, lookback, rows = self.fragment, self.layout.lookback, self.row
+        flags = [old.columns[name].tree for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)]
+        self.episode_number += torch.logical_or(*(each[lookback:rows] for each in flags)).sum(0)
+        super().cut()
+        stands_in = flags[1].to(torch.uint8)
+        stands_in[:lookback] = self._stood_in
+        for row in old.last_rows:
+            stands_in[row].zero_()
+        self._stood_in = stands_in[rows - lookback : rows]
+        old.columns[Columns.BOOTSTRAP_FROM] = DeviceColumn(Columns.BOOTSTRAP_FROM, stands_in)
+        return old
+
+    def release(self) -> None:
+        self.fragment.drop_finals()
+        super().release()
+
+    # Inside
+
+    def _of_each(self, number: int) -> Any:
+        return torch.full((self.layout.num_slots,), number, device=self.device)
+
+    def _new_columns(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool) -> LaneColumns:
+        return DeviceColumns(layout, self.device)
+
+    def _new_episodes(self, observations: Tree) -> LaneEpisodes:
+        return DeviceEpisodes(self, observations)
+
+    def _ends(self, row: int) -> Any:
+        flags = [self.fragment.columns[name].tree[row] for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)]
+        return torch.logical_or(*flags, out=self._done)
+
+    def _advance(self, infos: Mapping[str, Any], final: tuple[Tree, Mapping[str, Any]] | None, done: Any) -> None:
+        self.row = row = self.row + 1
+        self.num_steps += self.layout.num_slots
+        self.vector_steps += 1
+        self.at_start = self._typing = False
+        self.is_full = row == self._last_row
+        if final is None:
+            self.episode_start.masked_fill_(done, row)
+        else:
+            self.ended = DeviceEpisodes(self, final[0], done)
+
+    def _fragment(self, sequence: int, columns: dict[str, Column], kind: type[F], **more: Any) -> Any:
+        begun = self.episode_start.clone(), self.episode_number.clone()
+        return DeviceFragment(self.layout, self.index, sequence, columns, *begun, self.device)
+
+    def _hand_on(self, new: Fragment, stops: Any) -> None:
+        self.fragment.observation_space = new.observation_space = self.observation_space
+        self.fragment = new  # type: ignore[assignment]

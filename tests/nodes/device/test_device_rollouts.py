@@ -1,0 +1,205 @@
+"""A rollout on a device: what it records is what the same rollout of arrays does, and no vector step reads anything."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fragment_equality import assert_alike
+from host_reads import counting_reads
+from hypothesis import given, settings, strategies
+from property_examples import examples
+from tensor_envs import ACTIONS, OBSERVATIONS, ManiSkillEnv, NumberedTensors, RslRlEnv, of_arrays
+
+from rollflow import Columns, GeneralAdvantageEstimation, MultiAgentRollout, Rollout
+from rollflow.nodes.connectors.common.batches import DEVICE
+from rollflow.nodes.device.environments import DeviceEnvironments
+from rollflow.nodes.device.torch_envs import TorchEnvs
+from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.stages.acting import acting_for
+from rollflow.stream import ColumnError, ConnectorError, EnvError, ModuleError
+from rollflow.stream.data.tree import map_tree
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "plain": lambda numbered, **how: TorchEnvs(numbered, observation_space=OBSERVATIONS, action_space=ACTIONS, **how),
+    "VectorEnv": lambda numbered, **how: TorchEnvs(ManiSkillEnv(numbered), **how),
+    "rsl_rl": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered), group="policy", **how),
+    "rsl_rl with groups": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered), **how),
+}
+
+
+def gae(observation_space: Any, action_space: Any) -> Any:
+    return GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)
+
+
+def bootstrapped(fragment: Any) -> Any:
+    """The column `bootstrap_from` of a fragment on a device, which its host's then lacks."""
+    return fragment.host.columns.pop(Columns.BOOTSTRAP_FROM).tree[fragment.first_row : fragment.last_row]
+
+
+drawn_rollouts = given(
+    num_envs=strategies.integers(1, 5),
+    lengths=strategies.lists(strategies.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    gives_final=strategies.booleans(),
+    fragment_length=strategies.integers(1, 8),
+    lookback=strategies.integers(0, 3),
+    seed=strategies.integers(0, 99),
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=examples(40))
+@drawn_rollouts
+def test_fragments_are_those_of_arrays(
+    form: str, num_envs: int, lengths: tuple[int, ...], gives_final: bool, **options: Any
+) -> None:
+    def played(**more: Any) -> tuple[Any, list[Any]]:
+        numbered = NumberedTensors(num_envs, lengths=lengths, gives_final=gives_final)
+        env = FORMS[form](numbered, allow_host_copies=True)
+        with Rollout(env, num_fragments=3, **options, **more) as rollout:
+            return rollout, list(rollout.fragments())
+
+    (rollout, ours), (expected, others) = played(), played(env_to_module_connector=of_arrays)
+    assert [each.device for each in ours + others] == [torch.device("cpu")] * 3 + [None] * 3
+    knows_last = form == "VectorEnv" or (form == "plain" and gives_final)
+    for fragment in ours:
+        stood_in = fragment.host.column(Columns.TRUNCATEDS) & (not knows_last)
+        np.testing.assert_array_equal(bootstrapped(fragment), stood_in)
+        assert (fragment.num_steps, fragment.policy_version) == (num_envs * fragment.num_rows, 0)
+    assert_alike([fragment.host for fragment in ours], others)
+    for mine, other in zip(ours, others, strict=True):
+        for name in ("gather", "last", "preceding"):
+            for column in other.columns:
+                same(getattr(mine, name)(column), getattr(other, name)(column))
+        same(mine.last_observations(), other.last_observations())
+        same(mine.recent_observations(2), other.recent_observations(2))
+    assert list(rollout.returns.returns) == list(expected.returns.returns)
+
+
+def same(ours: Any, others: Any) -> None:
+    map_tree(lambda one, other: np.testing.assert_array_equal(np.asarray(one), other), ours, others)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=examples(40))
+@drawn_rollouts
+def test_train_batches_are_those_of_arrays(
+    form: str, num_envs: int, lengths: tuple[int, ...], gives_final: bool, **options: Any
+) -> None:
+    def made(**more: Any) -> list[Any]:
+        numbered = NumberedTensors(num_envs, lengths=lengths, gives_final=gives_final)
+        env = FORMS[form](numbered, allow_host_copies=True)
+        with Rollout(env, num_fragments=3, learner_connector=gae, **options, **more) as rollout:
+            return list(rollout.batches())
+
+    for ours, others in zip(made(), made(env_to_module_connector=of_arrays), strict=True):
+        assert ours.keys() == {*others, Columns.BOOTSTRAP_FROM}
+        for name, column in others.items():
+            map_tree(
+                lambda one, other: torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5), ours[name], column
+            )
+
+
+@contextmanager
+def reads_of(form: str, *, fragment_length: int, lengths: tuple[int, ...], batches: bool) -> Iterator[list[str]]:
+    """What 2 fragments, or batches of them, of 4 slots have read."""
+    env = FORMS[form](NumberedTensors(4, lengths=lengths, gives_final=True))
+    with Rollout(env, fragment_length=fragment_length, num_fragments=2, learner_connector=gae, seed=0) as rollout:
+        with counting_reads() as reads:
+            given = list(rollout.batches() if batches else rollout.fragments())
+        assert len(given) == 2
+        yield reads
+
+
+@pytest.mark.parametrize("fragment_length", [4, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fragment_is_one_read_and_a_vector_step_none(form: str, fragment_length: int) -> None:
+    with reads_of(form, fragment_length=fragment_length, lengths=(3, 1, 5, 2), batches=False) as reads:
+        assert reads == ["numpy"] * 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_takes_as_many_reads_for_few_ends_as_for_many(form: str) -> None:
+    counts = []
+    for lengths in ((30,), (1,)):
+        with reads_of(form, fragment_length=64, lengths=lengths, batches=True) as reads:
+            counts.append(len(reads))
+    assert counts[0] == counts[1] <= 2 * 24
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_vector_steps_need_no_value_of_the_device(form: str) -> None:
+    """On the device without values each read raises."""
+    env = FORMS[form](NumberedTensors(4, "meta", gives_final=True))
+    environments = DeviceEnvironments(env, fragment_length=99)
+    spaces = environments.observation_space, environments.action_space
+    connectors = dict.fromkeys(("env_to_module_connector", "module_to_env_connector", "model_config", "device"))
+    acting = acting_for(env, spaces, module=DefaultModule(*spaces).to("meta"), seed=0, **connectors)
+    environments.choose_memory(acting.pipelines, env.device)
+    prepare, forward, act = acting.stages(environments, {"explore": False, "threads": None}, None)
+    (lane,) = environments.start()
+    lane.shared_data[DEVICE] = lane.device
+    for _ in range(8):
+        lane = environments(act(forward(prepare(lane).batches)))
+    with pytest.raises(ColumnError, match=r"'rewards': got float32\[4\] on cpu, expected float32\[4\] on meta"):
+        lane.record_step(None, *torch.zeros(3, 4), {})
+
+
+PIECE = {"env_to_module_connector": of_arrays}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda env: Rollout(env, **PIECE),
+            ConnectorError,
+            "<lambda> would have each step copied from cpu to the host",
+        ),
+        (
+            lambda env: Rollout(env, module=DefaultModule(OBSERVATIONS, ACTIONS).to("meta")),
+            ModuleError,
+            r"the module is on meta, but the environments are on cpu; expected module.to\('cpu'\)",
+        ),
+        (
+            lambda env: Rollout(env, where="threads"),
+            EnvError,
+            "where is 'threads', but a TorchEnvs steps in the loop's",
+        ),
+        (lambda env: Rollout(env, where="auto"), EnvError, "where is 'auto', but a TorchEnvs"),
+        (lambda env: MultiAgentRollout(env), EnvError, "a TorchEnvs has one agent in each environment"),
+        (
+            lambda env: Rollout([env, FORMS["plain"](NumberedTensors(2, "meta"))]),
+            EnvError,
+            "environments of lane 1 are on meta, expected cpu of lane 0",
+        ),
+    ],
+)
+def test_what_can_not_be_on_the_device_is_refused(make: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        make(FORMS["plain"](NumberedTensors(2)))
+
+
+@pytest.mark.parametrize(("column", "error"), [("rewards", EnvError), ("action_logp", ModuleError)])
+def test_what_is_not_finite_is_refused_at_the_cut_with_its_place(column: str, error: Any) -> None:
+    class Broken(NumberedTensors):
+        def step(self, actions: torch.Tensor) -> Any:
+            observations, rewards, *rest = super().step(actions)
+            if len(self.actions) == 4:
+                rewards[1] = torch.nan
+            return observations, rewards, *rest
+
+    class Unsure(DefaultModule):
+        def forward_exploration(self, batch: Any, **kwargs: Any) -> Any:
+            inputs = super().forward_exploration(batch, **kwargs)["action_dist_inputs"]
+            return {"action_dist_inputs": torch.where(batch["obs"][:, :1] == 1, torch.nan, inputs)}
+
+    env = FORMS["plain"]((Broken if column == "rewards" else NumberedTensors)(3))
+    module = None if column == "rewards" else Unsure(OBSERVATIONS, ACTIONS)
+    with (
+        pytest.raises(error, match=f"lane 0, slot 1, vector step {3 if column == 'rewards' else 0}"),
+        Rollout(env, module=module, fragment_length=8) as rollout,
+    ):
+        next(iter(rollout.fragments()))
