@@ -28,6 +28,7 @@ from rollflow.stream.fragments.lane import Lane, check_reset_rewards, outputs_er
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 Slots = NDArray[np.int64]
+_NO_FLAT: tuple[Any, ...] = None, None, None
 _FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
@@ -38,7 +39,8 @@ class ReadyLane(Lane):
                which has T·N answers, or fewer where a slot has made so many: it has rows for them
     receive    gives the next answers for slots that are under way, as `record_step` takes them
 
-    at         i64[N] row of each slot's newest observation
+    at         i64[N] row of each slot's newest observation. All is written by `row * N + slot`, as one number: for a
+               few slots that takes half of the time
     actions    the turn's slots, i64[K], and the actions `any[K, ...]` that their environments are stepped with next
     """
 
@@ -55,10 +57,18 @@ class ReadyLane(Lane):
         self._receive = receive
         self._last_turn = layout.num_slots * (layout.num_rows - 1)  # answers beyond which no more actions are sent
         self._answers = self._answers_before = 0  # in the fragment, and in those before
-        self.at: Slots = np.full(layout.num_slots, layout.lookback)
-        self._rows = self.at.copy()  # of the turn's slots
+        self._places = self.everyone + layout.lookback * layout.num_slots  # row * N + slot, of all slots
+        self._turn = self._places.copy()  # of the turn's slots
+        self._most = self._last_row * layout.num_slots
+        # Column by name: its rows end to end, dtype and shape of the values of a usual turn; none of trees.
+        self._flat: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a reset's
         self._has_stopped = False  # no more actions are sent
+
+    @property
+    def at(self) -> Slots:
+        at: Slots = self._places // self.layout.num_slots
+        return at
 
     @property
     def actions(self) -> tuple[Slots, Tree]:
@@ -88,10 +98,15 @@ class ReadyLane(Lane):
             self._add_extra_columns(outputs)
         if outputs.keys() != self._outputs:
             raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
-        columns, slots, rows = self.fragment.columns, self.episodes.slots, self._rows
         for name, values in outputs.items():
-            columns[name].write_items(rows, slots, values)
-        columns[Columns.POLICY_VERSION].tree[rows, slots] = self.policy_version
+            self._put(name, self._turn, values)
+        if self.policy_version != self._version_written or self.at_start:
+            self._version_written = version = self.policy_version
+            versions = self.fragment.columns[Columns.POLICY_VERSION].tree
+            # Later rows are written too, but for actions that are under way.
+            first = self._places + self.layout.num_slots
+            first[self.episodes.slots] = self._turn
+            versions[np.arange(versions.size).reshape(versions.shape) >= first] = version
 
     def record_step(  # type: ignore[override]  # of some slots
         self,
@@ -115,7 +130,9 @@ class ReadyLane(Lane):
         parts = [self._take_in((observations, rewards, terminateds, truncateds, infos, slots))]
         if self.at_start:
             self.at_start = self._typing = False
-        if self._answers > self._last_turn or self.at[slots].max() == self._last_row:
+        # No slot has made as many steps as it has rows for before there were as many turns.
+        is_late = self._answers >= self.layout.num_rows * len(slots)
+        if self._answers > self._last_turn or (is_late and self._places[slots].max() >= self._most):
             self.is_full = True
             parts += self._received(self.layout.num_slots - len(slots))
         self._begin_turn(*joined_answers(parts))
@@ -134,26 +151,27 @@ class ReadyLane(Lane):
     def _take_in(self, answer: tuple[Any, ...]) -> tuple[Slots, Tree]:
         """Write all but the observations of answers, and move their slots on; the slots and their observations."""
         observations, rewards, terminateds, truncateds, infos, slots = answer
-        columns, rows = self.fragment.columns, self.at[slots]
-        columns[Columns.REWARDS].write_items(rows, slots, rewards)
-        self.at[slots] = following = rows + 1
-        self._answers += len(slots)
-        self.num_steps += len(slots)
+        places, count = self._places[slots], len(slots)
+        self._put(Columns.REWARDS, places, rewards)
+        self._places[slots] = places + self.layout.num_slots
+        self._answers += count
+        self.num_steps += count
         if infos:
-            self._keep_infos(slots, following, infos)
+            self._keep_infos(slots, infos)
         has_ends = 1 in terminateds.tobytes() or 1 in truncateds.tobytes()
         were_reset = self._resets[slots]
         if 1 in were_reset.tobytes():
             begun = slots[were_reset]
             check_reset_rewards(begun, rewards[were_reset])
             self.num_steps -= len(begun)
-            self.episode_start[begun] = following[were_reset]
+            self.episode_start[begun] = self.at[begun]
             self.episode_number[begun] += 1
             self._resets[begun] = False
-            terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
+            if has_ends:
+                terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
         if has_ends:
-            columns[Columns.TERMINATEDS].write_items(rows, slots, terminateds)
-            columns[Columns.TRUNCATEDS].write_items(rows, slots, truncateds)
+            self._put(Columns.TERMINATEDS, places, terminateds)
+            self._put(Columns.TRUNCATEDS, places, truncateds)
             self._resets[slots] |= terminateds | truncateds
         return slots, observations
 
@@ -166,22 +184,34 @@ class ReadyLane(Lane):
 
     def _begin_turn(self, slots: Slots, observations: Tree) -> None:
         """Begin a turn of slots, whose newest observations are to be recorded."""
-        self._rows, count = self.at[slots], len(slots)
-        column, is_settled = self._column, self.observation_space is self.observation_spaces[0]
+        self._turn, is_settled = self._places[slots], self.observation_space is self.observation_spaces[0]
         if is_settled:
-            observations = column.cast(observations, count)
-            column.write_items(self._rows, slots, observations)
+            observations = self._put(Columns.OBS, self._turn, observations)
         else:
             given = self.columns.type_of(self.observation_spaces[0])
             assert given is not None
-            observations = given.cast(observations, count)
+            observations = given.cast(observations, len(slots))
         self.episodes = LaneEpisodes(self, slots, observations, is_settled=is_settled)
 
     def _take_observations(self, observations: Tree) -> None:
         self._begin_turn(self.everyone, observations)
 
-    def _keep_infos(self, slots: Slots, rows: Slots, infos: Mapping[str, Any]) -> None:
-        for place, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
+    def _put(self, name: str, places: Slots, values: Tree) -> Tree:
+        """Write a column's values, any[K, ...], to places, i64[K]; return them in the column's dtypes."""
+        flat, dtype, shape = self._flat.get(name, _NO_FLAT)
+        if flat is None or type(values) is not np.ndarray or values.dtype is not dtype or values.shape != shape:
+            column, slots = self.fragment.columns[name], self.layout.num_slots
+            values = column.cast(values, len(places))
+            if isinstance(column.tree, np.ndarray):
+                rows = column.tree.reshape(-1, *column.tree.shape[2:])
+                self._flat[name] = rows, rows.dtype, values.shape
+            column.write_items(places // slots, places % slots, values)
+            return values
+        flat[places] = values
+        return values
+
+    def _keep_infos(self, slots: Slots, infos: Mapping[str, Any]) -> None:
+        for place, (slot, row) in enumerate(zip(slots.tolist(), self.at[slots].tolist(), strict=True)):
             if info := info_of(infos, place):
                 self._infos_in(self.fragment, row).of_slots[slot] = copied(info)
 
@@ -196,11 +226,11 @@ class ReadyLane(Lane):
         return self.episodes if self.episodes.shows(slot) else None
 
     def rows_of(self, slots: Slots) -> Slots:  # type: ignore[override]
-        rows: Slots = self.at[slots]
+        rows: Slots = self._places[slots] // self.layout.num_slots
         return rows
 
     def row_of(self, slot: int) -> int:
-        return int(self.at[slot])
+        return int(self._places[slot]) // self.layout.num_slots
 
     def has_ended(self, slot: int) -> bool:
         return bool(self._resets[slot])
@@ -209,14 +239,15 @@ class ReadyLane(Lane):
         return False  # what the episodes show is no view of the column
 
     def _write(self, column: Column, slots: Slots, values: Tree) -> None:
-        column.write_items(self._rows, slots, values)
-        self.episodes.show(column.items(self._rows, slots), is_settled=True)
+        rows = self.rows_of(slots)
+        column.write_items(rows, slots, values)
+        self.episodes.show(column.items(rows, slots), is_settled=True)
 
     # Fragments
 
     def cut(self) -> Fragment:
         """Return the fragment, read-only, with zeros behind each slot's last step, and begin the next one."""
-        old, lookback, stops = self.fragment, self.layout.lookback, self.at.copy()
+        old, lookback, stops = self.fragment, self.layout.lookback, self.at
         new_columns = self.columns.like(old.columns, are_written=True)
         rows = stops + np.arange(-lookback, 1)[:, None]
         beyond = np.arange(stops.min(), stops.max())[:, None] >= stops
@@ -238,8 +269,8 @@ class ReadyLane(Lane):
                     self._infos_in(new, to).of_slots[slot] = info
         self._hand_on(new, stops)
         old.seal_at(stops)
-        self.at[:] = lookback
-        self._rows = self.at[self.episodes.slots]
+        self._places = self.everyone + lookback * self.layout.num_slots
+        self._turn, self._flat = self._places[self.episodes.slots], {}
         self._answers_before, self._answers = self._answers_before + self._answers, 0
         self.at_start, self.is_full = True, False
         return old
