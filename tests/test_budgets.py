@@ -38,7 +38,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
     "nodes/metrics": (593, 11),  # columns on a device
-    "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over a dict of tensors found
+    "nodes/modules": (1727, 33),  # logits that are no floats refused; passes over a dict of tensors found
     "nodes/offloaded": (1908, 29),  # rows after which slots end
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1586, 21),  # columns on a device
@@ -55,7 +55,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/data": (1394, 35),  # columns on a device
     "stream/episodes": (1679, 13),
     "stream/fragments": (
-        1557,
+        1581,
         24,
     ),  # infos of several agents; lanes of which some slots are ready; columns on a device; sums over chunks
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
