@@ -59,7 +59,7 @@ BUDGETS = {  # folder -> code lines, classes
         24,
     ),  # infos of several agents; lanes of which some slots are ready; columns on a device; sums over chunks
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
-    "stream/multi_agent": (1395, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
+    "stream/multi_agent": (1397, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
     "stream/wire": (1056, 24),

@@ -409,13 +409,14 @@ class AgentLane(SlotLane):
         columns = self.columns.like(old.columns, are_written=self.raw is None)
         new = self._fragment(old.sequence + 1, columns, AgentFragment, part=self.part, env_clock=clock)
         # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
-        rows = self.at + np.arange(-lookback, 1)[:, None]
+        copied = np.arange(-lookback, 1)[:, None]
+        rows: Any = (self.at + copied, self.everyone) if self._row is None else (self._row + copied[:, 0],)
         for name, column in new.columns.items():
-            _copy(column.tree, old.columns[name].tree, rows, self.everyone)
+            _copy(column.tree, old.columns[name].tree, rows)
             begin = lookback + (name not in (Columns.TERMINATEDS, Columns.TRUNCATEDS))
             for leaf in (each for each in leaves_of(column.tree) if each.dtype == np.bool_):
                 leaf[begin:] = False  # what nobody writes is no end, nor a bool
-        _copy(new.clock, old.clock, rows, self.everyone)
+        _copy(new.clock, old.clock, rows)
         new.module_of[:] = self.module
         self.episode_start -= self.at - lookback
         new.episode_start[:] = self.episode_start
@@ -700,7 +701,11 @@ def places_of(slots: Slots, agents: int, num_slots: int) -> slice | None:
     return slice(own[0], own[-1] + 1, step) if len(places) and np.array_equal(slots, everywhere) else None
 
 
-def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
-    """Copy `rows`, i64[R, S], of the slots of `old`, a tree of arrays `any[n, S, ...]`, to the first rows of `new`."""
+def _copy(new: Tree, old: Tree, rows: tuple[NDArray[np.int64], ...]) -> None:
+    """Copy rows of `old`, a tree of arrays `any[n, S, ...]`, to the first rows of `new`.
+
+    rows    i64[R, S] and the slots, i64[S], or i64[R] alone: of all slots the same
+    """
+    row, *slots = rows
     for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
-        leaf[: len(rows)] = source[np.minimum(rows, len(source) - 1), slots]
+        leaf[: len(row)] = source[(np.minimum(row, len(source) - 1), *slots)]
