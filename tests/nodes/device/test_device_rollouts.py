@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,20 @@ from hypothesis import given, settings, strategies
 from property_examples import examples
 from tensor_envs import ACTIONS, OBSERVATIONS, ManiSkillEnv, NumberedTensors, RslRlEnv, of_arrays
 
-from rollflow import Columns, GeneralAdvantageEstimation, MultiAgentRollout, Rollout
+from rollflow import (
+    Columns,
+    DatasetSink,
+    DatasetSource,
+    FrameStacking,
+    GeneralAdvantageEstimation,
+    MeanStdFilter,
+    MultiAgentRollout,
+    Replay,
+    Rollout,
+)
+from rollflow.nodes import FlattenObservations, PrevActionsPrevRewards
 from rollflow.nodes.connectors.common.batches import DEVICE
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.device.environments import DeviceEnvironments
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.modules.default_module import DefaultModule
@@ -145,6 +158,66 @@ def test_vector_steps_need_no_value_of_the_device(form: str) -> None:
         lane = environments(act(forward(prepare(lane).batches)))
     with pytest.raises(ColumnError, match=r"'rewards': got float32\[4\] on cpu, expected float32\[4\] on meta"):
         lane.record_step(None, *torch.zeros(3, 4), {})
+
+
+PIECES: dict[str, Callable[[], Any]] = {
+    "filter": MeanStdFilter,
+    "previous": lambda: PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2),
+    "flat": lambda: [PrevActionsPrevRewards(), FlattenObservations()],
+    "stacks": lambda: FrameStacking(num_frames=3),
+}
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+def test_pieces_give_what_they_give_of_arrays_and_read_nothing(pieces: str) -> None:
+    def made(*more: Any) -> tuple[list[Any], list[str]]:
+        learner = [FrameStacking(num_frames=3, as_learner_connector=True)] if pieces == "stacks" else []
+        options: dict[str, Any] = {
+            "env_to_module_connector": lambda env: [*more, *pieces_of(PIECES[pieces](), "pieces")],
+            "learner_connector": lambda obs, act: learner,
+        }
+        env = FORMS["VectorEnv"](NumberedTensors(3), allow_host_copies=True)
+        with Rollout(env, fragment_length=24, num_fragments=2, seed=3, **options) as rollout:
+            iterator = rollout.fragments()
+            fragments = [next(iterator)]
+            with counting_reads() as reads:
+                fragments += iterator
+            return [rollout.learner_pipeline.of_fragments([each], rollout.module) for each in fragments], reads
+
+    (ours, reads), (others, _) = made(), made(of_arrays(None))
+    assert reads == ["numpy"]
+    for mine, other in zip(ours, others, strict=True):
+        for name, column in other.items():
+            map_tree(
+                lambda one, another: torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5), mine[name], column
+            )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_whole_episodes_are_those_of_arrays(prefetch: int) -> None:
+    def played(**more: Any) -> list[Any]:
+        env = FORMS["rsl_rl"](NumberedTensors(3), allow_host_copies=True)
+        with Rollout(env, fragment_length=4, num_fragments=5, seed=3, prefetch=prefetch, **more) as rollout:
+            whole = list(rollout.fragments(complete_episodes=True))
+            return [episode for fragment in whole for episode in fragment.episodes()]
+
+    ours, others = played(), played(env_to_module_connector=of_arrays)
+    assert [each.id_ for each in ours] == [each.id_ for each in others]
+    for mine, other in zip(ours, others, strict=True):
+        same(mine.get_observations(), other.get_observations())
+        same(mine.get_actions(), other.get_actions())
+
+
+def test_a_replay_and_a_dataset_take_a_fragment_of_tensors(tmp_path: Path) -> None:
+    with Rollout(FORMS["plain"](NumberedTensors(3)), fragment_length=16, num_fragments=1, seed=3) as rollout:
+        (fragment,) = list(rollout.fragments())
+    replays = [Replay(100, seed=1, batch_size=32) for _ in range(2)]
+    for replay, item in zip(replays, (fragment, fragment.host), strict=True):
+        replay.insert(item)
+    same(*[replay.sample() for replay in replays])
+    with DatasetSink(tmp_path) as sink:
+        sink(fragment)
+    assert sum(len(episode) for episode in DatasetSource(tmp_path).episodes()) == fragment.num_steps
 
 
 PIECE = {"env_to_module_connector": of_arrays}
