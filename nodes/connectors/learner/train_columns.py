@@ -419,7 +419,7 @@ class AddInfosFromEpisodesToTrainBatch(ConnectorV2):
 def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
     """The info dict before each of a fragment's B steps, chunk by chunk."""
     slots = fragment.layout.num_slots
-    places = fragment.in_chunk_order(np.arange(fragment.num_rows * slots).reshape(fragment.num_rows, slots))
+    places = fragment.outline.in_chunk_order(np.arange(fragment.num_rows * slots).reshape(fragment.num_rows, slots))
     rows, slot = np.divmod(places, slots)
     rows += fragment.first_row
     return [info_of(fragment.infos[row], at) for row, at in zip(rows.tolist(), slot.tolist(), strict=True)]

@@ -27,6 +27,7 @@ from rollflow import (
 )
 from rollflow.nodes import FlattenObservations, PrevActionsPrevRewards
 from rollflow.nodes.connectors.common.batches import DEVICE
+from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.device.environments import DeviceEnvironments
 from rollflow.nodes.device.torch_envs import TorchEnvs
@@ -113,6 +114,13 @@ def test_train_batches_are_those_of_arrays(
             map_tree(
                 lambda one, other: torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5), ours[name], column
             )
+
+
+def test_infos_are_an_empty_one_for_each_step() -> None:
+    env = FORMS["plain"](NumberedTensors(3))
+    options: Any = {"learner_connector": lambda *_: AddInfosFromEpisodesToTrainBatch(), "fragment_length": 5}
+    with Rollout(env, **options) as rollout:
+        assert next(rollout.batches())[Columns.INFOS] == [{}] * 15
 
 
 @contextmanager
