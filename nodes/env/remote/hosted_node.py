@@ -1,5 +1,6 @@
 """Hosts of lanes: taken in by a gateway, asked, heard, given up and awaited, as they come and go."""
 
+import abc
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -101,11 +102,10 @@ class HostedNode(LanesElsewhere):
     lanes of their own. While there is none at all, the rollout waits, for as long as it did for the first; then it ends
     with an EnvError that says why each has left.
 
-    Hosts are asked for resets and steps, and what subclasses have is `_step_request`, which gives the request of a
-    number to step a lane with its actions, and `_record_first` and `_record`, which have a lane take the answer to a
-    reset and to a step. A lane that is late has its episodes given up, and begins anew once its host has answered after
-    all. Where a host leaves, open episodes end as truncated; its lanes give the fragment that they have begun, and no
-    more. Whole rollouts do otherwise all that is below "What hosts are asked for".
+    Subclasses say by `ask` and `take` what hosts are asked for, and what becomes of their answers. A lane that is late
+    has its episodes given up, and begins anew once its host has answered after all. Where a host leaves, open episodes
+    end as truncated; its lanes give the fragment that they have begun, and no more. Whole rollouts do otherwise all
+    that is below "What hosts are asked for".
     """
 
     has_fixed_lanes = False
@@ -114,9 +114,6 @@ class HostedNode(LanesElsewhere):
     takes_late = False
     remote_of: type[RemoteLane] = RemoteLane
     remotes: list[RemoteLane]
-    _step_request: Any
-    _record_first: Any
-    _record: Any
     num_envs: int
 
     def __init__(self, env: RemoteHosts, *, kind: EnvKind, **options: Any) -> None:
@@ -243,23 +240,12 @@ class HostedNode(LanesElsewhere):
         self.request(remote, Reset(remote.index, number, seeds, None), LanePhase.RESETTING)
         return iter(())
 
-    def ask(self, remote: RemoteLane) -> None:
-        """Have a lane's host do what the lane was handed over for."""
-        number = remote.next_number
-        self.request(remote, self._step_request(remote.lane, number), LanePhase.STEPPING)
-
     def note(self, event: HostEvent) -> None:
         """Take note of an event, before this class does; hosts that step say nothing between their answers."""
 
-    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
+    @abc.abstractmethod
+    def take(self, remote: Any, answer: Any) -> Iterator[Any]:
         """Take what a host has answered for a lane, where nothing failed: the lane, if it comes back."""
-        if remote.phase is LanePhase.RESETTING:
-            self._record_first(remote.lane, answer)
-        else:
-            self._record(remote.lane, answer)
-            remote.made_step(self.fragment_length)
-        remote.phase = LanePhase.READY
-        yield self.come_back(remote)
 
     def failed(self, remote: RemoteLane, answer: Failed) -> None:
         """Take note of an error of a lane's environments. Raises EnvError where every lane's raise from the first."""

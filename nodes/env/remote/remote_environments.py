@@ -1,14 +1,15 @@
 """Environments on other hosts, as a node: the same lanes as everywhere, whose hosts come and go."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
-from rollflow.nodes.env.remote.hosted_node import HostedNode
+from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import noted
 from rollflow.stream.data.tree import map_tree
@@ -23,45 +24,43 @@ class RemoteEnvironments(HostedNode):
     An agent that has acted and waits when its environment is lost has made no step: it is one of `lost_steps`.
     """
 
-    # What comes over the wire, from environments with one agent each or several
+    # What goes over the wire, for environments with one agent each or several
 
-    def _step_request(self, lane: Any, number: int) -> Step:
-        if not self.kind.has_several:
-            return Step(lane.index, number, lane.actions)
-        slots, actions = zip(*lane.actions, strict=True)
-        return Step(lane.index, number, list(actions), slots)
-
-    def _record_first(self, lane: Any, answer: Any) -> None:
-        observed, infos = self._observations_in(answer)
-        self._check(lane, observed)
-        lane.reset(observed, infos)
-
-    def _record(self, lane: Any, answer: Any) -> None:
-        observed, infos = self._observations_in(answer)
-        if lane.vector_steps in CHECKED_STEPS:
-            self._check(lane, observed, lane.vector_steps)
-        columns = answer.rewards, answer.terminateds, answer.truncateds
-        step: Any
+    def ask(self, remote: RemoteLane) -> None:
+        """Have a lane's host step its environments with the actions that it brings."""
+        lane, slots, actions = remote.lane, None, remote.lane.actions
         if self.kind.has_several:
-            step = VectorStep(
-                parts=[PartStep(*part) for part in zip(observed, *columns, strict=True)],
-                ended=answer.ended,
-                truncated=answer.ended_truncated,
-                first=() if answer.first_obs is None else _observed(answer.first_agent_slots, answer.first_obs),
-                infos=infos,
-                first_infos=self._codec.infos(answer.first_infos),
-            )
-        else:
-            final = (map_tree(np.array, answer.final_obs), answer.final_infos) if answer.final_slots else None
-            step = Stepped(observed, *columns, infos, final)
-        with noted(f"lane {lane.index}, vector step {lane.vector_steps}"):
-            self.kind.record(lane, step)
+            slots, actions = zip(*actions, strict=True)
+            actions = list(actions)
+        self.request(remote, Step(lane.index, remote.next_number, actions, slots), LanePhase.STEPPING)
 
-    def _observations_in(self, answer: Any) -> tuple[Any, Any]:
-        """Observations and infos as a lane takes them."""
+    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
+        """Have a lane take the answer to a reset or a step."""
+        lane, observed, infos = remote.lane, answer.obs, answer.infos
+        if self.kind.has_several:
+            observed, infos = _observed(answer.agent_slots, observed), self._codec.infos(infos)
+        if remote.phase is LanePhase.RESETTING:
+            self._check(lane, observed)
+            lane.reset(observed, infos)
+        else:
+            if lane.vector_steps in CHECKED_STEPS:
+                self._check(lane, observed, lane.vector_steps)
+            with noted(f"lane {lane.index}, vector step {lane.vector_steps}"):
+                self.kind.record(lane, self._step_in(answer, observed, infos))
+            remote.made_step(self.fragment_length)
+        remote.phase = LanePhase.READY
+        yield self.come_back(remote)
+
+    def _step_in(self, answer: Any, observed: Any, infos: Any) -> Any:
+        """The step in an answer, as a lane takes it."""
+        columns = answer.rewards, answer.terminateds, answer.truncateds
         if not self.kind.has_several:
-            return answer.obs, answer.infos
-        return _observed(answer.agent_slots, answer.obs), self._codec.infos(answer.infos)
+            final = (map_tree(np.array, answer.final_obs), answer.final_infos) if answer.final_slots else None
+            return Stepped(observed, *columns, infos, final)
+        parts = [PartStep(*part) for part in zip(observed, *columns, strict=True)]
+        first = () if answer.first_obs is None else _observed(answer.first_agent_slots, answer.first_obs)
+        first_infos = self._codec.infos(answer.first_infos)
+        return VectorStep(parts, answer.ended, answer.ended_truncated, first, infos, first_infos)
 
     def _check(self, lane: Any, observed: Any, step: int | None = None) -> None:
         """Check a lane's observations, first ones or those of a step, which have come in the dtypes of their spaces."""
