@@ -6,12 +6,11 @@ held the others back.
 
 import argparse
 import sys
-from contextlib import nullcontext
 from typing import Any, get_args
 
 from rollflow import Forward, MultiAgentRollout, Rollout, feed
 from rollflow.cli import arguments
-from rollflow.nodes.env.lane_envs import first_made
+from rollflow.nodes.env.environments import kind_of
 from rollflow.nodes.rollout.options import Where
 from rollflow.stream.graph.report import Report
 
@@ -70,9 +69,8 @@ def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
         "forward": Forward(compile=acting.pop("compile_forward")),
         **acting,
     }
-    first = first_made(env)
-    with nullcontext() if first is None else first:  # which is closed: workers make their own
-        has_several = first is not None and first.has_several
+    with kind_of(env) as (kind, _):  # the environment that it has made is closed: workers make their own
+        has_several = kind.has_several
     if has_several:
         return MultiAgentRollout(env, **options, **of_agents)
     if useless := [name for name, value in of_agents.items() if value is not None]:

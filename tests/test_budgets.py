@@ -31,8 +31,8 @@ BUDGETS = {  # folder -> code lines, classes
         15,
     ),  # own pieces named in errors; a fragment's tensors made at once; fewer calls; modules in turns resolved once
     "nodes/device": (543, 8),  # environments of tensors; columns on a device
-    "nodes/env": (1935, 29),  # environments of several agents, arrays as they are; pools that answer for some; kinds
-    "nodes/env/remote": (1701, 18),  # a lane on a host is its own record
+    "nodes/env": (1930, 28),  # environments of several agents, arrays as they are; pools that answer for some; kinds
+    "nodes/env/remote": (1680, 18),  # a lane on a host is its own record
     "nodes/env/workers": (1818, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),

@@ -1,11 +1,13 @@
 """Kinds of environments, with one agent each or several, and those that step in the thread that asks them to."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from gymnasium.vector import AutoresetMode
+import gymnasium as gym
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.env.async_pool import AsyncPool
 from rollflow.nodes.env.env_source import (
@@ -15,10 +17,10 @@ from rollflow.nodes.env.env_source import (
     lane_makers,
     sizes_of,
 )
-from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, check_alike
+from rollflow.nodes.env.lane_envs import AgentLaneMaker, LaneEnvs, check_alike, made_by
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv, agents_of
-from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode
+from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode, close_failed
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, located, shown
 from rollflow.stream.data.infos import SlotInfos
@@ -132,6 +134,32 @@ class SeveralAgents:
 
 EnvKind = OneAgent | SeveralAgents
 ONE_AGENT, SEVERAL_AGENTS = OneAgent(), SeveralAgents()
+
+
+@contextmanager
+def kind_of(env: Any) -> Iterator[tuple[EnvKind, Any]]:
+    """The kind of the environments that a user gives, and what they are made of, in which the block makes them.
+
+    For callables the first one is called, and has made its environment then; one that the block does not ask for is
+    closed.
+    """
+    makers = list(env) if isinstance(env, Sequence) and not isinstance(env, str) else [env]
+    is_made = isinstance(env, MultiAgentVectorEnv) or any(isinstance(each, VectorEnv) for each in makers)
+    if is_made or not makers or not all(callable(each) and not isinstance(each, str) for each in makers):
+        yield SEVERAL_AGENTS if isinstance(env, MultiAgentVectorEnv) else ONE_AGENT, env
+        return
+    first = [made_by(makers[0], 0)]
+    has_agents = hasattr(first[0], "agents") and not isinstance(first[0], gym.Env)
+
+    def make() -> Any:
+        return first.pop() if first else makers[0]()
+
+    try:
+        kind = SEVERAL_AGENTS if has_agents or hasattr(first[0], "possible_agents") else ONE_AGENT
+        yield kind, [make, *makers[1:]] if isinstance(env, Sequence) else make
+    finally:
+        for each in first:
+            close_failed(each)
 
 
 class Environments(LaneSource):

@@ -6,10 +6,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import optree
-from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
@@ -30,7 +28,7 @@ from rollflow.nodes.env.observation_check import (
     checks_of,
     rewards_of,
 )
-from rollflow.nodes.env.stepping import Turn, close_failed, nothing
+from rollflow.nodes.env.stepping import Turn, nothing
 from rollflow.stream.data.closing import Closing, close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, located, noted, shown
 from rollflow.stream.data.infos import copied
@@ -528,48 +526,6 @@ class AgentLaneMaker:
             return MultiAgentEnvs([lambda: env], **options)
         with closing_on_error(env.close):
             return ArrayEnvs(env, **options)
-
-
-class EnvMaker:
-    """A callable that makes environments, the first of which has been made already.
-
-    Leave it by `with`: one that nobody has asked for is closed.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._first: list[Any] = [made_by(make, 0)]
-
-    @property
-    def has_several(self) -> bool:
-        """True if the environment has several agents."""
-        env = self._first[0]
-        return hasattr(env, "possible_agents") or (hasattr(env, "agents") and not isinstance(env, gym.Env))
-
-    def __call__(self) -> Any:
-        """The one that is there, once; then new ones."""
-        return self._first.pop() if self._first else self._make()
-
-    def __enter__(self) -> "EnvMaker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for env in self._first:
-            close_failed(env)
-
-
-def first_made(env: Any) -> EnvMaker | None:
-    """The first environment of what a user gives, made; None where these are no callables."""
-    makers = list(env) if isinstance(env, Sequence) and not isinstance(env, str) else [env]
-    is_ready = isinstance(env, MultiAgentVectorEnv) or any(isinstance(each, VectorEnv) for each in makers)
-    if is_ready or not makers or not all(callable(each) and not isinstance(each, str) for each in makers):
-        return None
-    return EnvMaker(makers[0])
-
-
-def with_first(env: Any, first: EnvMaker) -> Any:
-    """The callables `env`, with `first` in place of the first one: it has made its environment already."""
-    return [first, *list(env)[1:]] if isinstance(env, Sequence) else first
 
 
 def reset_values(envs: Sequence[int], resets: Sequence[Any], slots: AgentNumbers) -> StepValues:

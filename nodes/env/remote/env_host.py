@@ -1,7 +1,6 @@
 """`EnvHost`: environments on this host, for a rollout on another, and the lanes that they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checking_keywords, is_whole
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers, with_kwargs
-from rollflow.nodes.env.environments import AgentEnvSource, agent_makers, check_numbers
-from rollflow.nodes.env.lane_envs import LaneEnvs, first_made, with_first
-from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
+from rollflow.nodes.env.environments import AgentEnvSource, check_numbers, kind_of
+from rollflow.nodes.env.lane_envs import LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.stepping import Stepped, close_failed
@@ -172,10 +170,8 @@ def made_lanes(
 
     Raises EnvError where they can't be made, and for options of the other kind.
     """
-    first = first_made(env)
-    given = env if first is None else with_first(env, first)
-    with nullcontext() if first is None else first:
-        has_several = isinstance(env, MultiAgentVectorEnv) or (first is not None and first.has_several)
+    with kind_of(env) as (kind, given):
+        has_several = kind.has_several
         if has_several and autoreset_mode is not None:
             raise EnvError(
                 f"autoreset_mode is {autoreset_mode!r}, but these environments have several agents; expected it to be "
@@ -184,12 +180,9 @@ def made_lanes(
         for name, value in {} if has_several or of_agents is None else of_agents.items():
             if value is not None:
                 raise EnvError(f"{name} is for environments with several agents; expected it to be left out")
-        makers: Sequence[Any] = (
-            agent_makers(given, num_envs, lanes) if has_several else lane_makers(given, num_envs, lanes, autoreset_mode)
-        )
         made: list[Any] = []
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
-            for index, maker in enumerate(makers):
+            for index, maker in enumerate(kind.makers(given, num_envs, lanes, autoreset_mode)):
                 placed = replace(maker, first_slot=sum(lane.env.num_envs for lane in made))
                 made.append(make(placed, index))
             if has_several:
