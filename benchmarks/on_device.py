@@ -18,8 +18,7 @@ from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp, sampled
 from benchmarks.sources import SmallMlp, gaussian
 from examples.on_device import DEVICE, TorchCartPole
-from rollflow import Rollout
-from rollflow.nodes.device.torch_envs import TorchEnvs
+from rollflow import Rollout, TorchEnvs
 
 FRAGMENT_LENGTH = 32
 SLOTS = 4096, 16384
@@ -147,7 +146,7 @@ def _small_mlp() -> SmallMlp:
 def _measured(name: str, slots: int, beside: Any, sizes: Sizes, aim: float, *, is_rsl: bool = False) -> Record:
     env: Any = RslCartPole(slots, DEVICE) if is_rsl else TorchCartPole(slots, DEVICE)
     module: Any = _small_mlp() if is_rsl else Mlp().to(DEVICE)
-    source = TorchEnvs(env, allow_host_copies=True)
+    source = TorchEnvs(env)
     with Rollout(source, module=module, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
         batches = iter(rollout.batches())
         return paired(name, slots, lambda: len(next(batches)["obs"]), beside.fragment, aim=aim, sizes=sizes)

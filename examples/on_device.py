@@ -1,4 +1,4 @@
-"""PPO on a CartPole whose slots step together in torch tensors, on a GPU if there is one."""
+"""PPO on a CartPole whose slots step together in torch tensors, which stay on a GPU if there is one."""
 
 import math
 import time
@@ -8,12 +8,11 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
-from rollflow import DefaultModelConfig, GeneralAdvantageEstimation, Rollout, minibatches
-from rollflow.nodes.device.torch_envs import TorchEnvs
+from rollflow import DefaultModelConfig, GeneralAdvantageEstimation, Rollout, TorchEnvs, minibatches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NUM_ENVS, FRAGMENT_LENGTH = 256, 32
-EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY, VALUE = 4, 1024, 2e-3, 0.2, 0.01, 0.05
+NUM_ENVS, FRAGMENT_LENGTH = 128, 64
+EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY, VALUE = 8, 1024, 1e-3, 0.2, 0.01, 0.05
 TARGET_RETURN, MAX_UPDATES = 400.0, 200
 CONFIG = DefaultModelConfig(fcnet_hiddens=(64, 64), vf_share_layers=True)
 
@@ -73,7 +72,7 @@ def main(seed: int = 0) -> float:
     torch.manual_seed(seed)
     gae, began = GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95), time.perf_counter()
     with Rollout(
-        TorchEnvs(TorchCartPole(NUM_ENVS, DEVICE), allow_host_copies=True),
+        TorchEnvs(TorchCartPole(NUM_ENVS, DEVICE)),
         model_config=CONFIG,
         fragment_length=FRAGMENT_LENGTH,
         seed=seed,

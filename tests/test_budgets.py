@@ -45,7 +45,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/stages": (2033, 26),  # columns on a device
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
-    "rollflow": (102, 0),
+    "rollflow": (103, 0),  # a public name more
     "sinks": (92, 1),  # the locked folder of replays and datasets
     "sinks/datasets": (1916, 23),  # columns on a device
     "sinks/learner": (87, 4),
@@ -66,7 +66,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/wire/codec": (1191, 39),
 }
 PUBLIC_NAMES = {
-    "rollflow": 31,
+    "rollflow": 32,  # environments of tensors
     "rollflow.stream": 23,
     "rollflow.nodes": 36,
     "rollflow.policy": 6,
