@@ -17,15 +17,8 @@ from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragmen
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream.data.space import describe_space
-from rollflow.stream.wire import (
-    NONCE_BYTES,
-    VERSION,
-    Fragment,
-    Hello,
-    Limits,
-    SharedAddress,
-    parse_address,
-)
+from rollflow.stream.wire import Fragment, Hello, Limits, SharedAddress, parse_address
+from rollflow.stream.wire.codec.handshake import NONCE_BYTES, VERSION
 
 _SPACE = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
 _SLOTS, _ROWS, _FRAGMENTS = 64, 16, 8
