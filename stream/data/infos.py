@@ -48,6 +48,11 @@ class SlotInfos(Mapping[str, Any]):
 
 def copied(value: Any) -> Any:
     """A deep copy of a value of infos, through arrays any[...], dicts, lists and tuples: environments reuse theirs."""
+    if type(value) is dict:
+        return {
+            key: part.copy() if type(part) is np.ndarray and not part.dtype.hasobject else copied(part)
+            for key, part in value.items()
+        }
     if isinstance(value, np.ndarray):
         array = value.copy()
         if value.dtype.hasobject:
@@ -55,7 +60,7 @@ def copied(value: Any) -> Any:
                 array[index] = copied(part)
         return array
     if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
+        return copied(dict(value))
     if type(value) is list or type(value) is tuple:
         return type(value)(map(copied, value))
     return value

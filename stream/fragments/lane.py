@@ -734,7 +734,7 @@ class Lane(SlotLane):
 
 def check_reset_rewards(slots: NDArray[np.int64], rewards: NDArray[Any]) -> None:
     """Raise EnvError where slots, i64[K], have a reward, number[K], of a step that was to be a mere reset."""
-    if np.count_nonzero(rewards):
+    if rewards.tobytes().strip(b"\0") and np.count_nonzero(rewards):
         place = int(rewards.nonzero()[0][0])
         raise EnvError(
             f"slot {slots[place]} gave a reward of {rewards[place]:g} in the step after the end of its episode, "
