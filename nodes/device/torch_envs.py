@@ -12,17 +12,19 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import check_flags, checking_constructor
 from rollflow.nodes.env.observation_check import STEP_GIVES, kind_of
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.space import leaves_within
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
 _FINAL = ("final_obs", "final_observation")  # names of last observations, in infos
 _STEP_GIVES = {4: ("observations", "rewards", "dones", "extras"), 5: tuple(f"{name}s" for name in STEP_GIVES)}
 
 
+@checking_constructor()
 class TorchEnvs(VectorEnv[Any, Any, Any]):
     """Vector environment made of one that steps many slots at once in tensors on one device.
 
@@ -48,8 +50,10 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
 
     Tensors may be written over by the next step. `close` closes `env`.
 
-    Raises EnvError for environments and spaces other than these, for another autoreset mode than SAME_STEP, and for
-    observations that are no tensors of a dtype that numpy has.
+    Environments step and reset under `torch.no_grad()`.
+
+    Raises EnvError for environments and spaces other than these, for another autoreset mode than SAME_STEP, for
+    observations that are no tensors of a dtype that numpy has, and for other values that are no tensors any[N].
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012  # as gymnasium has it
@@ -63,8 +67,13 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         group: str | None = None,
         allow_host_copies: bool = False,
     ) -> None:
+        check_flags(allow_host_copies=allow_host_copies)
+        if group is not None and not isinstance(group, str):
+            raise EnvError(f"group is {shown(group)}, expected the name of one group, or None for all of them")
         self.env, self.group, self.allow_host_copies = env, group, allow_host_copies
         self.last_extras: Mapping[str, Any] = {}
+        if isinstance(env, type):
+            raise EnvError(f"env is the class {env.__name__}, expected an instance of it")
         self._is_rsl_rl = hasattr(env, "get_observations") and hasattr(env, "num_actions")
         if not callable(getattr(env, "step", None)) or not (self._is_rsl_rl or hasattr(env, "reset")):
             raise EnvError(f"env is {shown(env)}, expected an environment of tensors, with reset() and step(actions)")
@@ -78,6 +87,11 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             action_space = spaces.Box(-np.inf, np.inf, (int(env.num_actions),), np.float32)
         elif action_space is None:
             action_space = getattr(env, "single_action_space", None)
+            if action_space is None and isinstance(env, gym.Env) and not hasattr(env.unwrapped, "num_envs"):
+                raise EnvError(
+                    f"env is {shown(env)}, a gymnasium.Env of one slot, expected an environment that steps many slots "
+                    "at once in tensors; Rollout takes a callable that makes one such Env, without TorchEnvs"
+                ).see("environment")
         self.single_action_space = _actions_in(action_space)
         if observation_space is None and group is None and not self._is_rsl_rl:
             observation_space = getattr(env, "single_observation_space", None)
@@ -87,9 +101,10 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             leaves = leaves_of(first)
         self.single_observation_space = _space_of(first) if observation_space is None else observation_space
         self.num_envs = int(env.num_envs if leaves is None or hasattr(env, "num_envs") else len(leaves[0]))
-        self.device = torch.device(env.device if leaves is None or hasattr(env, "device") else leaves[0].device)
+        device = env.device if leaves is None or hasattr(env, "device") else leaves[0].device
         self._before: Tree = None  # arrays: the observations that the newest actions were chosen for
-        self._no_flags: Any = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        self._no_flags: Any = torch.zeros(self.num_envs, dtype=torch.bool, device=device)
+        self.device: torch.device = self._no_flags.device  # with its number, which "cuda" lacks
 
     @cached_property
     def observation_space(self) -> gym.Space[Any]:
@@ -116,25 +131,8 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         `final` has last observations, any[N, ...], which mean something where an episode ended; None: there are none.
         Nothing is copied, and nothing is read from the device.
         """
-        answer: Any = self.env.step(actions)
-        if not isinstance(answer, tuple | list) or len(answer) not in ((4,) if self._is_rsl_rl else _STEP_GIVES):
-            expected = " or ".join(f"({', '.join(names)})" for names in _STEP_GIVES.values())
-            raise EnvError(f"step gave {kind_of(answer)}, expected {expected}")
-        if len(answer) == 5:
-            observations, rewards, terminateds, truncateds, extras = answer
-            terminateds, truncateds = _flags(terminateds), _flags(truncateds)
-        else:
-            observations, rewards, dones, extras = answer
-            terminateds, truncateds = _flags(dones), self._no_flags
-            if (time_outs := extras.get("time_outs")) is not None:
-                time_outs = _flags(time_outs)
-                terminateds, truncateds = terminateds & ~time_outs, terminateds & time_outs
-        self.last_extras = extras
-        last = next((extras[name] for name in _FINAL if name in extras), None)
-        now = self._observed(observations, extras)
-        return Stepped(
-            now, rewards, terminateds, truncateds, {}, None if last is None else (self._observed(last, {}), {})
-        )
+        with torch.no_grad():
+            return self._stepped(self.env.step(actions))
 
     # Arrays
 
@@ -166,6 +164,12 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
     # Inside
 
     def _begin(self, seed: int | None) -> Tree:
+        with torch.no_grad():
+            observations, extras = self._begun(seed)
+            return self._observed(observations, extras)
+
+    def _begun(self, seed: int | None) -> tuple[Any, Mapping[str, Any]]:
+        """The first observations of an environment, as it gives them, and its extras."""
         if self._is_rsl_rl:
             if seed is not None and callable(getattr(self.env, "seed", None)):
                 self.env.seed(seed)
@@ -173,8 +177,64 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         else:
             answer = self.env.reset() if seed is None or not self._takes_seed else self.env.reset(seed=seed)
         has_extras = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
-        observations, extras = answer if has_extras else (answer, {})
-        return self._observed(observations, extras)
+        return answer if has_extras else (answer, {})
+
+    def _stepped(self, answer: Any) -> Stepped:
+        """The values of what `step` gave."""
+        if not isinstance(answer, tuple | list) or len(answer) not in ((4,) if self._is_rsl_rl else _STEP_GIVES):
+            raise EnvError(f"step gave {kind_of(answer)}, {self._expected(answer)}").see("flags")
+        if len(answer) == 5:
+            observations, rewards, terminateds, truncateds, extras = answer
+            extras = _mapping("infos", extras)
+            terminateds, truncateds = self._flags("terminateds", terminateds), self._flags("truncateds", truncateds)
+        else:
+            observations, rewards, dones, extras = answer
+            extras = _mapping("extras", extras)
+            terminateds, truncateds = self._flags("dones", dones), self._no_flags
+            if (time_outs := extras.get("time_outs")) is not None:
+                time_outs = self._flags("extras['time_outs']", time_outs)
+                terminateds, truncateds = terminateds & ~time_outs, terminateds & time_outs
+        self.last_extras = extras
+        now, last = self._observed(observations, extras), None
+        name = next((name for name in _FINAL if name in extras), None)
+        if name is not None and extras[name] is not None:
+            last = self._last(f"{'infos' if len(answer) == 5 else 'extras'}['{name}']", extras[name], now)
+        rewards = self._each("rewards", rewards)
+        return Stepped(now, rewards, terminateds, truncateds, {}, None if last is None else (last, {}))
+
+    def _expected(self, answer: Any) -> str:
+        """What `step` is expected to give instead of an answer."""
+        names = {count: f"({', '.join(each)})" for count, each in _STEP_GIVES.items()}
+        if not self._is_rsl_rl:
+            return f"expected {' or '.join(names.values())}"
+        text = f"expected {names[4]} of an rsl_rl environment, one with num_actions and get_observations()"
+        if isinstance(answer, tuple | list) and len(answer) == 5:
+            text += "; five values are the form of legged_gym, with privileged observations, or of gymnasium"
+        return text
+
+    def _each(self, name: str, values: Any) -> Any:
+        """A tensor any[N] that an environment gave. Raises EnvError for anything else."""
+        if not isinstance(values, torch.Tensor) or values.shape != self._no_flags.shape or values.device != self.device:
+            place = f" on {values.device}" if isinstance(values, torch.Tensor) else ""
+            expected = f"a tensor [{self.num_envs}] on {self.device}, with one value for each slot"
+            raise EnvError(f"{name} is {shown(values)}{place}, expected {expected}").see("flags")
+        return values.detach() if values.requires_grad else values
+
+    def _flags(self, name: str, values: Any) -> Any:
+        values = self._each(name, values)
+        return values if values.dtype is torch.bool else values != 0
+
+    def _last(self, name: str, given: Any, now: Tree) -> Tree:
+        """The last observations, any[N, ...], shaped as the newest ones are. Raises EnvError for others."""
+        try:
+            last = self._observed(given, {})
+            pairs = zip(leaves_of(last), leaves_of(now), strict=True)
+            if structure_of(last) == structure_of(now) and all(one.shape == other.shape for one, other in pairs):
+                return last
+        except (EnvError, ValueError):
+            pass
+        expected = f"{shown(now)}: a row for each of the {self.num_envs} slots, whether its episode ended or not"
+        raise EnvError(f"{name} is {shown(given)}, expected {expected}").see("autoreset")
 
     def _observed(self, observations: Any, extras: Mapping[str, Any]) -> Tree:
         """The tree of tensors of what an environment gave."""
@@ -192,11 +252,13 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
 def _tensors(observations: Any) -> Tree:
     """The observations with dicts for mappings and TensorDicts, and tuples for lists."""
     if isinstance(observations, torch.Tensor):
-        return observations
+        return observations.detach() if observations.requires_grad else observations
     if isinstance(observations, tuple | list):
         return tuple(map(_tensors, observations))
     if not callable(getattr(observations, "items", None)):
-        raise EnvError(f"an observation is {kind_of(observations)}, expected a tensor")
+        instead = "; an environment of arrays goes to Rollout without TorchEnvs"
+        is_array = isinstance(observations, np.ndarray)
+        raise EnvError(f"an observation is {kind_of(observations)}, expected a tensor{instead if is_array else ''}")
     return {key: _tensors(part) for key, part in observations.items()}
 
 
@@ -229,8 +291,12 @@ def _actions_in(space: Any) -> gym.Space[Any]:
     return space
 
 
-def _flags(values: torch.Tensor) -> Any:
-    return values if values.dtype is torch.bool else values != 0
+def _mapping(name: str, extras: Any) -> Mapping[str, Any]:
+    if extras is None:
+        return {}
+    if not callable(getattr(extras, "get", None)):
+        raise EnvError(f"{name} is {kind_of(extras)}, expected a dict").see("flags")
+    return extras  # type: ignore[no-any-return]
 
 
 def _array(tensor: Any) -> NDArray[Any]:

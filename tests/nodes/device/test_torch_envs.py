@@ -192,16 +192,114 @@ def test_extras_are_kept_and_the_environment_is_closed_with_it() -> None:
     assert wrapped.last_extras["log"] == {"steps": 1}
 
 
+class Learned(NumberedTensors):
+    """Observations and rewards are made by a network, and a buffer is written over."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self.network, self.buffer = torch.nn.Linear(3, 3), torch.zeros(num_envs, 3)
+
+    def look(self) -> torch.Tensor:
+        return self.buffer.copy_(self.network(super().look()))
+
+    def step(self, actions: torch.Tensor) -> tuple[Any, ...]:
+        observations, rewards, *rest = super().step(actions)
+        return observations, rewards + self.network.bias[0], *rest
+
+
+def test_no_graph_is_kept_of_environments_with_networks() -> None:
+    env = TorchEnvs(Learned(2), action_space=ACTIONS)
+    with Rollout(env, fragment_length=4, num_fragments=1) as rollout:
+        (batch,) = list(rollout.batches())
+    assert batch["obs"].abs().sum() > 0
+    assert not any(batch[name].requires_grad for name in ("obs", "rewards", "actions"))
+    assert not env.env.buffer.is_inference()
+    parameters = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2))
+    stepped = plain(*parameters, *torch.zeros(2, 2), {}).step_tensors(torch.zeros(2, 2))
+    assert not stepped.observations.requires_grad
+    assert not stepped.rewards.requires_grad
+
+
 class NextStep(ManiSkillEnv):
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
 
-ROW = torch.zeros(2, 3)
+ROW, ONES = torch.zeros(2, 3), torch.ones(2)
+
+
+def plain(*answer: Any) -> TorchEnvs:
+    return TorchEnvs(Plain(ROW, answer), action_space=ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (
+            (ROW, ONES, ONES[:, None], {}),
+            r"^dones is a Tensor float32\[2, 1\] on cpu, expected a tensor \[2\] on cpu, with",
+        ),
+        ((ROW, ONES[:, None], ONES, {}), r"^rewards is a Tensor float32\[2, 1\]"),
+        ((ROW, ONES, ONES, {"time_outs": ONES[:1]}), r"^extras\['time_outs'\] is a Tensor float32\[1\]"),
+        ((ROW, ONES, ONES, {"time_outs": [0, 1]}), r"^extras\['time_outs'\] is \[0, 1\], expected"),
+        ((ROW, ONES, ONES[:, None], ONES, {}), r"^terminateds is a Tensor"),
+        ((ROW, ONES, ONES, ONES.to("meta"), {}), r"^truncateds is a Tensor float32\[2\] on meta, expected"),
+        ((ROW, ONES, ONES, ONES.numpy(), {}), r"^truncateds is an array float32\[2\], expected"),
+        ((ROW, ONES, ONES, "log"), "^extras is a str of 3, expected a dict"),
+        (
+            (ROW, ONES, ONES, {"final_obs": ROW[:1]}),
+            r"^extras\['final_obs'\] is a Tensor float32\[1, 3\], expected a Tens",
+        ),
+        (
+            (ROW, ONES, ONES, ONES, {"final_obs": ROW[:1]}),
+            r"^infos\['final_obs'\] .* float32\[2, 3\]: a row for each of",
+        ),
+        (
+            (ROW, ONES, ONES, ONES, {"final_obs": np.array([None, None])}),
+            r"^infos\['final_obs'\] is an array object\[2\]",
+        ),
+        (
+            (ROW, ONES, ONES, ONES, {"final_observation": [*ROW]}),
+            r"^infos\['final_observation'\] is \[a?.*, expected a T",
+        ),
+        (
+            (ROW, ONES, ONES, ONES, {"final_obs": {"obs": ROW}}),
+            r"^infos\['final_obs'\] is {'obs': .*, expected a Tensor",
+        ),
+    ],
+)
+def test_values_are_refused_by_the_names_that_environments_have(answer: Any, text: str) -> None:
+    with pytest.raises(EnvError, match=text):
+        plain(*answer).step_tensors(torch.zeros(2, 2))
+
+
+def test_an_environment_may_give_no_extras() -> None:
+    env = plain(ROW, ONES, ONES, None)
+    assert env.step_tensors(torch.zeros(2, 2)).final is None
+    assert env.last_extras == {}
+
+
+class FiveValues(RslRlEnv):
+    def step(self, actions: torch.Tensor) -> tuple[Any, ...]:
+        return (None, *super().step(actions))
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (
+            lambda: TorchEnvs(FiveValues(NumberedTensors(2))).step_tensors(torch.zeros(2, 2)),
+            r"a tuple of 5, expected \(observations, rewards, dones, extras\) of an rsl_rl .* legged_gym",
+        ),
+        (lambda: TorchEnvs(NumberedTensors), "env is the class NumberedTensors, expected an instance"),  # type: ignore[arg-type]
+        (
+            lambda: TorchEnvs(gym.make("CartPole-v1")),
+            "a gymnasium.Env of one slot, expected .* Rollout takes a callable",
+        ),
+        (
+            lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS),
+            "expected a tensor; an environment of arrays goes to Rollout without TorchEnvs",
+        ),
+        (lambda: TorchEnvs(Plain(ROW), group=["policy"]), r"group is \['policy'\], expected the name of one"),  # type: ignore[arg-type]
         (lambda: TorchEnvs("CartPole-v1"), r"env is 'CartPole-v1', expected an environment of tensors"),
         (lambda: TorchEnvs(NextStep(NumberedTensors(2))), r"is AutoresetMode.NEXT_STEP, expected AutoresetMode.SAME"),
         (lambda: TorchEnvs(Plain(ROW)), r"action_space is None, expected the gymnasium.Space"),
@@ -231,3 +329,13 @@ ROW = torch.zeros(2, 3)
 def test_what_is_no_environment_of_tensors_is_refused(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(EnvError, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("keyword", "name"), [("groups", "group"), ("obs_group", "group"), ("allow_host_copy", "allow_host_copies")]
+)
+def test_keywords_that_there_are_not_are_named(keyword: str, name: str) -> None:
+    with pytest.raises(TypeError, match=f"TorchEnvs has no keyword '{keyword}', expected '{name}'"):
+        TorchEnvs(NumberedTensors(2), **{keyword: "policy"})
+    with pytest.raises(ValueError, match="allow_host_copies is 'yes', expected True or False"):
+        TorchEnvs(NumberedTensors(2), allow_host_copies="yes")  # type: ignore[arg-type]
