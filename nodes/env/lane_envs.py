@@ -436,9 +436,10 @@ class ArrayEnvs:
             raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
         flat = []
         for part, (tree, item, whole) in enumerate(zip(trees, self._items, self._whole, strict=True)):
-            if whole is not None and type(tree) is np.ndarray and tree.shape == whole[1] and tree.dtype is whole[0]:
-                flat.append(tree.reshape(whole[2]))
-                continue
+            if whole is not None and num_envs == self.num_envs and type(tree) is np.ndarray:
+                if tree.shape == whole[1] and tree.dtype is whole[0]:
+                    flat.append(tree.reshape(whole[2]))
+                    continue
             try:
                 flat.append(map_tree(partial(self._rows, part, num_envs, name), item, tree))
             except EnvError:

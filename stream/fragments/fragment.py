@@ -270,7 +270,10 @@ class Fragment:
         chunks = self.chunks
         lengths = chunks.stop - chunks.start
         if (lengths == self.num_rows).all():
-            sums: NDArray[np.float64] = np.add.reduce(self.column(name), 0, np.float64)[chunks.slot]
+            rows = self.column(name)
+            if len(chunks.slot) < rows.shape[1]:  # the others' rows may never have been written
+                rows = rows.take(chunks.slot, axis=1)
+            sums: NDArray[np.float64] = np.add.reduce(rows, 0, np.float64)
             return sums
         return np.add.reduceat(self.gather(name), lengths.cumsum() - lengths, dtype=np.float64)
 
@@ -528,7 +531,8 @@ class Fragment:
         return f"<Fragment {self.sequence} of lane {self.lane}: {size}>"
 
     def _repr_html_(self) -> str:
-        rewards = self.columns[Columns.REWARDS].tree[self.first_row : self.last_row].mean(axis=1)
+        rows = np.arange(self.first_row, self.last_row)
+        rewards = self.columns[Columns.REWARDS].tree[rows].mean(axis=1, where=rows[:, None] < self.stops)
         return array_table(repr(self), {name: column.tree for name, column in self.columns.items()}, rewards)
 
     def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:

@@ -513,7 +513,7 @@ class Lane(SlotLane):
             done = self._ends(row)
         if final is not None:
             final = final[0], copied(final[1])
-        self._advance(copied(infos) if infos else infos, final, done)
+        self._advance(copied(infos) if infos else {}, final, done)
         self._take_observations(observations)
 
     def replace_action(self, slot: int, action: Tree) -> None:

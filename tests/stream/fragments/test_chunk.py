@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -9,6 +10,8 @@ from numbered_module import NumberedModule, numbered_envs
 
 from rollflow import Fragment, Rollout, SingleAgentEpisode
 from rollflow.stream import ColumnError, EpisodeError
+from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
+from rollflow.stream.fragments.lane import Lane
 
 
 def fragments_of(count: int, mode: AutoresetMode = AutoresetMode.SAME_STEP, **kwargs: Any) -> list[Fragment]:
@@ -69,3 +72,34 @@ def test_a_fragment_names_the_column_that_it_does_not_have() -> None:
     assert episodes[0:2] == [episodes[0], episodes[1]]
     with pytest.raises(IndexError):
         episodes[99]
+
+
+def lane_of_two(rows: int) -> Lane:
+    layout = FragmentLayout(2, rows, 0, gym.spaces.Discrete(2), False, EpisodeIds("lane"))
+    return Lane(0, layout, gym.spaces.Box(-1, 1, (1,), np.float32))
+
+
+def test_a_dict_of_infos_that_is_empty_is_not_kept_for_what_comes_later() -> None:
+    lane, reused, flags = lane_of_two(3), dict[str, Any](), np.zeros(2, np.bool_)
+    lane.reset(np.zeros((2, 1), np.float32), {})
+    for step in range(3):
+        lane.record_actions({"actions": np.zeros(2, np.int64)})
+        if step == 2:
+            reused["bonus"] = np.ones(2)
+        lane.record_step(np.zeros((2, 1), np.float32), np.zeros(2, np.float32), flags, flags, reused)
+    infos = lane.cut().episodes()[0].get_infos()
+    assert infos == [{}, {}, {}, {"bonus": 1.0}]
+
+
+def test_rows_that_were_never_written_are_in_no_sum() -> None:
+    lane, flags = lane_of_two(2), np.zeros(2, np.bool_)
+    lane.reset(np.zeros((2, 1), np.float32), {})
+    for _ in range(2):
+        lane.record_actions({"actions": np.zeros(2, np.int64)})
+        lane.record_step(np.zeros((2, 1), np.float32), np.ones(2, np.float32), flags, flags, {})
+    fragment = lane.fragment
+    fragment.columns["rewards"].tree.view(np.uint32)[:, 0] = 0x7F800001  # a signalling NaN, as memory may have
+    fragment.seal_at(np.array([0, 2]))
+    with np.errstate(all="raise"):
+        assert fragment.chunk_sums("rewards").tolist() == [2.0]
+    assert "nan" not in fragment._repr_html_().lower()

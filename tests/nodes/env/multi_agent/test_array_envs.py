@@ -160,6 +160,10 @@ STEPS = {
         lambda good: {"truncateds": np.array([True, False])},
         "first observations of 0 parts, expected 2",
     ),
+    "first observations of all": (
+        lambda good: {"truncateds": np.array([True, False]), "first": good.observations},
+        r"agents 'hider 0', 'hider 1': first observations are .*\[2, .*\], expected .*\[1, ",
+    ),
     "no infos": (
         lambda good: {"infos": None},
         r"infos are None, expected a dict for each of 2 environments, or \(\) where there are none",
