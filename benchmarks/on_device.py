@@ -111,7 +111,7 @@ class RslCollection:
         self._obs = self._env.get_observations()
 
     def fragment(self) -> int:
-        """One fragment with its returns; how many steps it has."""
+        """One fragment, without returns and advantages; how many steps it has."""
         with torch.inference_mode():
             for _ in range(FRAGMENT_LENGTH):
                 actions = self._algorithm.act(self._obs)

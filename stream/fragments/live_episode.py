@@ -99,9 +99,8 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     slots           i64[K] ascending: slots of the lane that are shown
     is_settled      whether the latest observations are recorded as they are
     is_rewritten    whether a piece has written any since these episodes were made
-    counted         bool[N]: which of the slots' observations are meant, where all slots are shown; None: all
     space           that the last piece that has written leaves observations in; None: not known
-    counted         bool[K] on a device: slots whose observations are new to pieces; None: all are
+    counted         bool[K] on a device, where all slots are shown: those whose observations are meant; None: all are
     """
 
     counted: Any = None
