@@ -82,7 +82,9 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             raise EnvError(f"metadata['autoreset_mode'] of {env} is {mode}, expected AutoresetMode.SAME_STEP").see(
                 "autoreset"
             )
-        self._takes_seed = not self._is_rsl_rl and "seed" in signature(env.reset).parameters
+        self._takes_seed = not self._is_rsl_rl and any(
+            each.name == "seed" or each.kind is each.VAR_KEYWORD for each in signature(env.reset).parameters.values()
+        )
         if action_space is None and self._is_rsl_rl:
             action_space = spaces.Box(-np.inf, np.inf, (int(env.num_actions),), np.float32)
         elif action_space is None:
@@ -138,7 +140,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Tree, dict[str, Any]]:
         """Begin episodes: observations, a tree of arrays any[N, ...], and no infos; `options` are not used."""
-        seeds = [seed] if isinstance(seed, int) else seed
+        seeds = [int(seed)] if isinstance(seed, int | np.integer) else seed
         self._before = map_tree(_array, self.reset_tensors(seeds)[0])
         return self._before, {}
 
@@ -269,7 +271,7 @@ def _space_of(observations: Tree) -> gym.Space[Any]:
     if isinstance(observations, tuple):
         return spaces.Tuple([_space_of(part) for part in observations])
     try:
-        dtype = torch.empty(0, dtype=observations.dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=observations.dtype, device="cpu").numpy().dtype
     except TypeError:
         raise EnvError(f"an observation is {observations.dtype}, expected a dtype that numpy has") from None
     if dtype.kind == "f":

@@ -170,6 +170,28 @@ def test_observations_say_their_space(observations: Any, space: gym.Space[Any]) 
     assert env.action_space == spaces.MultiDiscrete([2, 2])
 
 
+class Wrapped(NumberedTensors):
+    """Says nothing of its keywords, another name of its device, and no extras."""
+
+    def reset(self, *args: Any, **kwargs: Any) -> Any:
+        self.device, self.given = torch.device("cpu:0"), kwargs
+        return super().reset(*args, **kwargs)
+
+    def step(self, actions: torch.Tensor) -> tuple[Any, ...]:
+        return *super().step(actions)[:4], None
+
+
+def test_a_wrapper_gets_the_seed_and_has_the_device_that_its_tensors_have() -> None:
+    numbered = Wrapped(2)
+    with torch.device("meta"):
+        env = TorchEnvs(numbered, action_space=ACTIONS)
+    assert (env.device, env.single_observation_space) == (torch.device("cpu"), OBSERVATIONS)
+    env.reset(seed=np.int64(3))
+    assert numbered.given == {"seed": 3}
+    env.step(np.zeros((2, 2), np.float32))
+    assert env.last_extras == {}
+
+
 def test_groups_are_all_taken_or_one() -> None:
     env = TorchEnvs(RslRlEnv(NumberedTensors(2)))
     assert isinstance(env.single_observation_space, spaces.Dict)
