@@ -11,7 +11,8 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_wit
 from rollflow.nodes.device.lane import DeviceLane
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.environments import ONE_AGENT, Environments
-from rollflow.stream.data.errors import ConnectorError, EnvError, ModuleError
+from rollflow.nodes.env.lane_source import check_apart
+from rollflow.stream.data.errors import ConnectorError, EnvError, ModuleError, shown
 
 
 class TensorSteps(NamedTuple):
@@ -61,6 +62,10 @@ class DeviceEnvironments(Environments):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         made: Any = super()._made(env, num_envs, lanes)
+        for lane, each in enumerate(made):
+            if not isinstance(each, TorchEnvs):
+                raise EnvError(f"lane {lane} is {shown(each)}, but another one a TorchEnvs; expected one in each lane")
+        check_apart("lanes", (each.env for each in made))
         self.device, self.is_there = made[0].device, False
         for lane, each in enumerate(made):
             if each.device != self.device:

@@ -156,8 +156,8 @@ class DeviceFragment(Fragment):
             ).see("not a number")
 
     def in_chunk_order(self, rows: Any) -> Any:
-        """The transitions of `rows`, any[T, N, ...], chunk by chunk: any[num_steps, ...], a view for N = 1 or T = 1."""
-        return rows.transpose(0, 1).flatten(0, 1)
+        """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new tensor any[num_steps, ...]."""
+        return rows.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
     def initial_states(self, like: Tree) -> tuple[Tree, NDArray[np.bool_]]:
         count = len(self.chunks.slot)

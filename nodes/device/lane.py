@@ -98,7 +98,7 @@ class DeviceLane(Lane):
         chosen, slots = self._chosen, self.layout.num_slots
         if Columns.ACTIONS not in batch:
             return None  # which recording them refuses
-        actions = batch[Columns.ACTIONS] = chosen.cast(batch[Columns.ACTIONS], slots)
+        actions = batch[Columns.ACTIONS] = _writable(chosen.cast(batch[Columns.ACTIONS], slots))
         is_one = env_space is None or env_space is self.layout.action_space
         for_env = batch.get(Columns.ACTIONS_FOR_ENV)
         if for_env is None and is_one:
@@ -106,7 +106,7 @@ class DeviceLane(Lane):
         taken = self._taken
         if taken is None:
             taken = self._taken = self.columns.actions(self.layout.action_space if env_space is None else env_space)
-        made = taken.cast(actions if for_env is None else for_env, slots)
+        made = _writable(taken.cast(actions if for_env is None else for_env, slots))
         if for_env is not None or made is not actions:
             batch[Columns.ACTIONS_FOR_ENV] = made
         return made
@@ -180,3 +180,8 @@ class DeviceLane(Lane):
     def _hand_on(self, new: Fragment, stops: Any) -> None:
         self.fragment.observation_space = new.observation_space = self.observation_space
         self.fragment = new  # type: ignore[assignment]
+
+
+def _writable(actions: Tree) -> Tree:
+    """The actions, none of them an inference tensor, which environments could not write into."""
+    return map_tree(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, actions)

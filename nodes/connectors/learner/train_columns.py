@@ -906,6 +906,7 @@ class NStepReturns(StepsConnector):
         rewards                    f32[B]         sum of gamma**k * r[t + k] over k < m
         new_obs                    any[B, ...]    observation t + m
         terminateds, truncateds    bool[B]        True where step t + m - 1 ended the episode so
+        bootstrap_from             u8[B]          that of step t + m - 1, where episodes have it
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
     The single rewards are the batch's where it has them, else the episodes'. The columns above are replaced, since one
@@ -939,12 +940,12 @@ class NStepReturns(StepsConnector):
         for k in range(1, int(spans.max())):
             far = steps.places(np.flatnonzero(spans > k))
             sums[far] += self.gamma**k * rewards[far + k]
-        following = steps.next_observations()
         latest = np.arange(len(steps)) + spans - 1
         at = steps.places(latest)
-        return {
+        stood_in = {name: steps.recorded(name)[at] for name in steps.extra_columns if name == Columns.BOOTSTRAP_FROM}
+        return stood_in | {
             Columns.REWARDS: sums,
-            Columns.NEXT_OBS: map_tree(lambda leaf: leaf[at], following),
+            Columns.NEXT_OBS: map_tree(lambda leaf: leaf[at], steps.next_observations()),
             Columns.TERMINATEDS: steps.at_lasts(steps.terminated)[latest],
             Columns.TRUNCATEDS: steps.at_lasts(steps.truncated)[latest],
             Columns.N_STEP: spans,

@@ -214,7 +214,7 @@ class FusedActions(FusedPieces):
 
         None where each lane is to be run by itself, as where a lane's logits are refused.
         """
-        if any(MEMORIZED in shared or TIME_RANK_ADDED in shared for shared in shared_data):
+        if any(MEMORIZED in shared or TIME_RANK_ADDED in shared or DEVICE in shared for shared in shared_data):
             return None
         races: list[Any] = [shared.get(RACES) for shared in shared_data]
         joint = None if None in races else races[0] if len(races) == 1 else JointRaces(races, sizes)

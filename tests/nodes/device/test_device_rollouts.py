@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from fragment_equality import assert_alike
+from gymnasium.vector import SyncVectorEnv
 from host_reads import counting_reads
 from hypothesis import given, settings, strategies
 from property_examples import examples
@@ -18,6 +20,7 @@ from rollflow import (
     Columns,
     DatasetSink,
     DatasetSource,
+    Forward,
     FrameStacking,
     GeneralAdvantageEstimation,
     MeanStdFilter,
@@ -27,7 +30,7 @@ from rollflow import (
 )
 from rollflow.nodes import FlattenObservations, PrevActionsPrevRewards
 from rollflow.nodes.connectors.common.batches import DEVICE
-from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch
+from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch, NStepReturns
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.device.environments import DeviceEnvironments
 from rollflow.nodes.device.torch_envs import TorchEnvs
@@ -114,6 +117,41 @@ def test_train_batches_are_those_of_arrays(
             map_tree(
                 lambda one, other: torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5), ours[name], column
             )
+
+
+@pytest.mark.parametrize("explore", [True, False])
+@pytest.mark.parametrize("discrete", [True, False])
+@pytest.mark.parametrize("max_batch", [3, 6])
+def test_lanes_act_on_the_device_alone_and_jointly(max_batch: int, discrete: bool, explore: bool) -> None:
+    """Environments may write into their actions, also where the module's inference made them."""
+
+    class Writing(NumberedTensors):
+        def step(self, actions: torch.Tensor) -> Any:
+            return super().step(actions.clamp_(0, 1).view(3, -1).expand(3, 2))
+
+    space = gym.spaces.Discrete(2) if discrete else ACTIONS
+    envs = [TorchEnvs(Writing(3), observation_space=OBSERVATIONS, action_space=space) for _ in range(2)]
+    options: Any = {"fragment_length": 4, "num_fragments": 1, "forward": Forward(max_batch=max_batch)}
+    with Rollout(envs, explore=explore, **options) as rollout:
+        assert [(each.lane, each.device) for each in rollout.fragments()] == [(0, envs[0].device), (1, envs[0].device)]
+
+
+def test_n_steps_bootstrap_as_the_latest_of_them_does() -> None:
+    env = FORMS["rsl_rl"](NumberedTensors(3))
+    options: Any = {"learner_connector": lambda *_: NStepReturns(n_step=3), "fragment_length": 12}
+    with Rollout(env, **options) as rollout:
+        batch = next(rollout.batches())
+    assert batch[Columns.TRUNCATEDS].any()
+    assert torch.equal(batch[Columns.BOOTSTRAP_FROM].bool(), batch[Columns.TRUNCATEDS])
+
+
+@pytest.mark.parametrize(("num_envs", "fragment_length"), [(1, 4), (3, 1), (2, 3)])
+def test_a_batch_may_be_written_to(num_envs: int, fragment_length: int) -> None:
+    with Rollout(FORMS["plain"](NumberedTensors(num_envs)), fragment_length=fragment_length) as rollout:
+        fragment = next(rollout.fragments())
+        before = fragment.gather(Columns.OBS)
+        rollout.learner_pipeline.of_fragments([fragment], rollout.module)[Columns.OBS].sub_(1)
+    assert torch.equal(fragment.gather(Columns.OBS), before)
 
 
 def test_infos_are_an_empty_one_for_each_step() -> None:
@@ -255,6 +293,16 @@ PIECE = {"env_to_module_connector": of_arrays}
             lambda env: Rollout([env, FORMS["plain"](NumberedTensors(2, "meta"))]),
             EnvError,
             "environments of lane 1 are on meta, expected cpu of lane 0",
+        ),
+        (
+            lambda env: Rollout([env, TorchEnvs(env.env, action_space=ACTIONS)]),
+            EnvError,
+            "lanes 0 and 1 were given the same environment, expected one for each",
+        ),
+        (
+            lambda env: Rollout([SyncVectorEnv([lambda: gym.make("CartPole-v1")]), env]),
+            EnvError,
+            "lane 0 is .*SyncVectorEnv.*, but another one a TorchEnvs; expected one in each lane",
         ),
     ],
 )
