@@ -42,7 +42,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/offloaded": (1908, 29),  # rows after which slots end
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1586, 21),  # columns on a device
-    "nodes/stages": (2033, 26),  # columns on a device
+    "nodes/stages": (2035, 26),  # columns on a device; lanes whose actions have stopped
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (103, 0),  # a public name more

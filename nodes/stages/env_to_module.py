@@ -215,7 +215,9 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             note_own_pieces(error, self.pipeline)
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
-        return self._full(lane) if lane.is_full else self._ready[lane.index]
+        if lane.is_full:
+            return self._full(lane)
+        return PreparedBatch(None, None) if lane.has_stopped else self._ready[lane.index]
 
     @property
     def slowest_piece(self) -> str:

@@ -401,6 +401,7 @@ class Lane(SlotLane):
     vector_steps     vector steps since the first reset
     first_step       vector steps that the run had made when this lane began
     is_set_aside     whether the environments are gone for good: the lane makes no further step
+    has_stopped      whether no more actions are sent: what was under way has come, and is only to be recorded
     """
 
     def __init__(
@@ -426,7 +427,7 @@ class Lane(SlotLane):
         self.actions: Tree = None
         self.shared_data: dict[str, Any] = {}
         self.vector_steps = self.first_step = 0
-        self.is_set_aside = False
+        self.is_set_aside = self.has_stopped = False
         self.episodes = self._new_episodes(None)
 
     def _new_columns(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool) -> LaneColumns:

@@ -63,7 +63,6 @@ class ReadyLane(Lane):
         # Column by name: its rows end to end, dtype and shape of the values of a usual turn; none of trees.
         self._flat: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a reset's
-        self._has_stopped = False  # no more actions are sent
 
     @property
     def at(self) -> Slots:
@@ -86,7 +85,7 @@ class ReadyLane(Lane):
     @property
     def in_flight(self) -> int:
         """Number of transitions that slots outside of the turn are making; 0 once no more actions are sent."""
-        if self._has_stopped:
+        if self.has_stopped:
             return 0
         return self.layout.num_slots - int(np.count_nonzero(self._resets)) - self.steps_under_way
 
@@ -143,7 +142,7 @@ class ReadyLane(Lane):
 
         The turn has the slots that were under way: of the others all has been seen.
         """
-        under_way, self._has_stopped = self.layout.num_slots - len(self.episodes), True
+        under_way, self.has_stopped = self.layout.num_slots - len(self.episodes), True
         if under_way:
             self._begin_turn(*joined_answers(self._received(under_way)))
         return bool(under_way)
@@ -277,7 +276,7 @@ class ReadyLane(Lane):
 
     def release(self) -> None:
         super().release()
-        self._has_stopped = True
+        self.has_stopped = True
 
 
 def joined_answers(parts: Sequence[tuple[Slots, Tree]]) -> tuple[Slots, Tree]:

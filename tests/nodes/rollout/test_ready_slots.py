@@ -35,6 +35,11 @@ class Doubled(ConnectorV2):
         return batch
 
 
+def steps_made(pool: StandInPool) -> int:
+    envs: Any = pool.envs
+    return sum(len(env.log) for env in envs)
+
+
 def pool_of(slots: int, batch_size: int, **options: Any) -> StandInPool:
     return StandInPool([NumberedEnv(slot, lengths=(1, 9)) for slot in range(slots)], batch_size, **options)
 
@@ -61,6 +66,20 @@ def test_chunks_join_without_gap_or_repeat(drawn: Setting, is_doubled: bool, odd
             np.testing.assert_array_equal(where, factor * np.array([[chunk.slot, episode, step] for step in steps]))
             infos = chunk.get_infos(slice(-before, len(chunk) + 1), neg_index_as_lookback=True)
             assert [info["number"] for info in infos] == (10_000 * episode + steps).tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("forward", [Forward(), Forward(max_batch=8), Forward(max_batch=16), Forward(in_thread=True)])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_drain_hands_out_every_step(lanes: int, forward: Forward, prefetch: int, way: str) -> None:
+    pools = [pool_of(8, 2, seed=lane) for lane in range(lanes)]
+    options: Any = {"forward": forward, "prefetch": prefetch, "fragment_length": 5}
+    rollout = Rollout(pools, module=NumberedModule(), **options)
+    handed = sum(fragment.num_steps for fragment in WAYS[way](rollout, 3, id))
+    assert handed == rollout.num_steps == sum(map(steps_made, pools))
+    assert not rollout.lost
+    assert not any(pool.under_way for pool in pools)
 
 
 @few
@@ -129,5 +148,4 @@ def test_an_error_of_the_pool_names_lane_and_step() -> None:
         with pytest.raises(AssertionError) as raised:
             next(fragments)
     assert "lane 0, vector step 4" in raised.value.__notes__
-    made = sum(len(env.log) for env in pool.envs)  # type: ignore[attr-defined]
-    assert rollout.lost == {"failed": made - handed[0].num_steps}
+    assert rollout.lost == {"failed": steps_made(pool) - handed[0].num_steps}
