@@ -303,15 +303,12 @@ class DatasetSource(IterableDataset[Any]):
                 end = ends[-1] if ends else row
                 if window.is_last and end < block.num_rows:
                     ends.append(block.num_rows)
-                following, coming, next_row = next(windows, None), None, 0
+                rest = None if window.is_last else block.rest(end, self._lookback)
+                following, coming = next(windows, None), None
                 if following is not None:
-                    episodes, ordinal = following.episodes, following.ordinal
-                    if not window.is_last:  # episodes with rows that no fragment has are read again
-                        ordinal, next_row = block.place_of(end)
-                        episodes = np.concatenate([block.episodes[ordinal - block.ordinal :], episodes])
-                    coming = ReadAhead(partial(make, self._store, episodes, ordinal))
+                    coming = ReadAhead(partial(make, self._store, following.episodes, following.ordinal, rest))
                 yield window, block, row, ends
-                window, row = following, next_row
+                window, row = following, 0 if rest is None else rest.row
         finally:
             if coming is not None:
                 coming.stop()

@@ -36,12 +36,24 @@ class StoredSteps:
     """
 
     def __init__(
-        self, parts: Mapping[str, Sequence[Tree]], rows: Ints, last_obs: Tree | None, initial: Tree | None = None
+        self,
+        parts: Mapping[str, Sequence[Tree]],
+        rows: Ints,
+        last_obs: Tree | None,
+        initial: Tree | None = None,
     ) -> None:
         self.parts = {name: list(trees) for name, trees in parts.items()}
         self.rows, self.last_obs, self.initial = rows, last_obs, initial
         sizes = [len(leaves_of(tree)[0]) for tree in next(iter(self.parts.values()))]
         self._firsts: Ints = np.cumsum([0, *sizes])  # of each part, and behind the last
+
+    def after(self, front: "StoredSteps") -> "StoredSteps":
+        """These steps behind others."""
+        parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
+        rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
+        lasts = None if self.last_obs is None else concatenate_trees([front.last_obs, self.last_obs])
+        initial = None if self.initial is None else concatenate_trees([front.initial, self.initial])
+        return StoredSteps(parts, rows, lasts, initial)
 
     def join(self) -> None:
         """Put the parts of columns with small rows end to end, from which steps are taken faster."""
@@ -151,13 +163,11 @@ last steps; with these, the states before their first steps as well, if a statef
 class EpisodeRows:
     """Rows of K episodes in memory, one episode behind the other.
 
-    episodes       i64[K]    numbers in the store
     ordinal        number of the first episode in the order of its pass
-    start, stop    i64[K]    rows of each episode
+    start, stop    i64[K]    rows of each episode; `start` is below 0 where rows before were let go
     num_rows       R
     """
 
-    episodes: Ints
     ordinal: int
     start: Ints
     stop: Ints
@@ -188,26 +198,69 @@ class EpisodeRows:
 class EpisodeBlock(EpisodeRows):
     """Steps of K episodes in memory; a row is a step, and the rows of one episode stand behind those of another.
 
-    store                  of the episodes
+    store, episodes        i64[K]
     more                   names of columns that are read beside those of the store
     steps                  of the R rows
     terminated, truncated  bool[K]
     is_cut                 bool[K]   of episodes whose end is not stored; they count as truncated
     """
 
-    def __init__(self, store: EpisodeStore, episodes: Ints, ordinal: int, more: Sequence[str] = ()) -> None:
-        self.store, self.episodes, self.ordinal = store, episodes, ordinal
+    def __init__(
+        self,
+        store: EpisodeStore,
+        episodes: Ints,
+        ordinal: int,
+        rest: "BlockRest | None" = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        self.store = store
         self.steps: StoredSteps = store.read(episodes, [*store.columns, *more], with_last=True)
-        self.stop = stop = np.cumsum(store.num_steps[episodes])
-        self.start, self.num_rows = stop - store.num_steps[episodes], int(stop.max(initial=0))
+        stop = np.cumsum(store.num_steps[episodes])
+        start = stop - store.num_steps[episodes]
+        if rest is not None:
+            self.steps, ordinal = self.steps.after(rest.steps), rest.ordinal
+            episodes = np.concatenate([rest.episodes, episodes])
+            start = np.concatenate([rest.start, start + rest.num_rows])
+            stop = np.concatenate([rest.stop, stop + rest.num_rows])
+        self.episodes: Ints = episodes
+        self.start, self.stop, self.ordinal, self.num_rows = start, stop, ordinal, int(stop.max(initial=0))
         self.steps.join()
         self.terminated, truncated = (
             self.steps.taken(name, stop - 1) for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)
         )
         self.is_cut: NDArray[np.bool_] = ~self.terminated & ~truncated
+        if rest is not None:
+            self.is_cut[: len(rest.episodes)] = rest.is_cut  # these are marked as truncated
         if self.is_cut.any():
             self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
         self.truncated = truncated | self.is_cut
+
+    def rest(self, row: int, lookback: int) -> "BlockRest | None":
+        """What is there from a row on, with some rows before it of the same episode; None: nothing."""
+        return BlockRest(self, row, lookback) if row < self.num_rows else None
+
+
+class BlockRest:
+    """Rows at the end of a block, which the next one begins with, copied so that the block itself can go.
+
+    num_rows      in all, with the rows before the first step
+    row           of the first step
+    episodes, ordinal, start, stop, is_cut, steps    as of a block
+    """
+
+    def __init__(self, block: EpisodeBlock, row: int, lookback: int) -> None:
+        at = int(np.searchsorted(block.stop, row, "right"))
+        begin = max(row - lookback, int(block.start[at]), 0)
+        self.num_rows, self.row = block.num_rows - begin, row - begin
+        self.episodes, self.start, self.stop = block.episodes[at:], block.start[at:] - begin, block.stop[at:] - begin
+        self.ordinal, self.is_cut = block.ordinal + at, block.is_cut[at:]
+        steps = block.steps
+        self.steps = StoredSteps(
+            {name: [steps.taken(name, slice(begin, None))] for name in steps.parts},
+            np.arange(self.num_rows),
+            map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
+            None if steps.initial is None else map_tree(lambda leaf: leaf[at:].copy(), steps.initial),
+        )
 
 
 _NEEDED = (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.POLICY_VERSION)

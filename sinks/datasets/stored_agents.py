@@ -1,6 +1,6 @@
 """Fragments made of stored episodes of several agents."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,16 +169,32 @@ class ModuleSteps(EpisodeBlock):
         return until
 
 
+class AgentsRest(NamedTuple):
+    """Episodes at the end of a block, i64[K], which the next one reads again.
+
+    ordinal    number of the first episode in the order of its pass
+    row        of the first env step that no fragment has
+    """
+
+    episodes: Ints
+    ordinal: int
+    row: int
+
+
 class AgentsBlock(EpisodeRows):
     """Env steps of K environments' episodes, one behind the other; a row is a vector step of one environment.
 
-    store      of the episodes
-    modules    steps of each module's agents
+    store, episodes    i64[K]
+    modules            steps of each module's agents
     """
 
-    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int) -> None:
+    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int, rest: AgentsRest | None = None) -> None:
+        if rest is not None:
+            episodes, ordinal = np.concatenate([rest.episodes, episodes]), rest.ordinal
         lengths = store.num_steps[episodes]
-        self.store, self.episodes, self.ordinal = store, episodes, ordinal
+        self.store: EnvEpisodes = store
+        self.ordinal = ordinal
+        self.episodes: Ints = episodes
         self.stop = np.cumsum(lengths)
         self.start = self.stop - lengths
         self.num_rows = int(self.stop[-1])
@@ -187,6 +203,13 @@ class AgentsBlock(EpisodeRows):
         self.modules = [ModuleSteps(each, places, self.start - store.t_started[episodes]) for each in store.modules]
         # One environment can't begin an episode in its midst behind another: such a one begins a fragment.
         self._heads = self.start[store.t_started[episodes] > 0]
+
+    def rest(self, row: int, lookback: int) -> AgentsRest | None:
+        """What is there from a row on; None: nothing."""
+        if row >= self.num_rows:
+            return None
+        at = int(np.searchsorted(self.stop, row, "right"))
+        return AgentsRest(self.episodes[at:], self.ordinal + at, row - int(self.start[at]))
 
 
 class StoredAgents(MultiAgentFragment):

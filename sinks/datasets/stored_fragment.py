@@ -71,7 +71,7 @@ class StoredFragment(Fragment):
     def __init__(self, block: EpisodeBlock, begin: int, end: int, *, lookback: int, sequence: int, name: str) -> None:
         at = slice(int(np.searchsorted(block.stop, begin, "right")), int(np.searchsorted(block.start, end)))
         store, episodes, starts, stops = block.store, block.episodes[at], block.start[at], block.stop[at]
-        before = min(begin - int(starts[0]), lookback)
+        before = min(begin - max(int(starts[0]), 0), lookback)
         layout = FragmentLayout(
             1, end - begin, before, store.action_space, False, partial(_id_among, store.ids[episodes])
         )
