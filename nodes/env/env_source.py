@@ -209,7 +209,7 @@ def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[
     if not each or not all(callable(one) for one in each):
         raise EnvError(
             f"env is {shown(env)}, expected an environment's id, a callable that makes one, a list of such callables, "
-            "a gymnasium.vector.VectorEnv, or a list of those"
+            f"a gymnasium.vector.VectorEnv, or a list of those{_in_tensors(*each)}"
         ).see("environment")
     is_counted = num_envs is not None or isinstance(env, Sequence)
     if not is_counted and lanes is not None and is_whole(lanes) and lanes > 1:
@@ -230,6 +230,12 @@ def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[
         )
         for size, first in zip(sizes, firsts, strict=False)
     ]
+
+
+def _in_tensors(*envs: Any) -> str:
+    """The end of an error about environments: what to write where one is rsl_rl's."""
+    of_rsl_rl = [each for each in envs if hasattr(each, "num_actions") and hasattr(each, "get_observations")]
+    return "; this is an environment of tensors, as rsl_rl has them: write TorchEnvs(env)" if of_rsl_rl else ""
 
 
 def with_kwargs(env: Any, env_kwargs: Mapping[str, Any] | None) -> Any:
@@ -351,7 +357,9 @@ def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym
             f"{slot - len(before)} a single one; expected one kind"
         ).see("environment")
     if not isinstance(env, gym.Env):
-        raise EnvError(f"the callable for slot {slot} gave {shown(env)}, expected a gymnasium.Env").see("environment")
+        raise EnvError(
+            f"the callable for slot {slot} gave {shown(env)}, expected a gymnasium.Env{_in_tensors(env)}"
+        ).see("environment")
     if any(env is other for other in before):
         raise EnvError(f"the callable for slot {slot} gave an environment that another slot has already")
     return env

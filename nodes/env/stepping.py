@@ -33,7 +33,7 @@ from rollflow.stream.data.closing import close_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
 from rollflow.stream.data.space import is_columnar, item_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_in, structure_of
+from rollflow.stream.data.tree import Tree, leaves_of, library_of, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import env_seed_for
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class LaneVectorEnv:
         self.env, self.num_envs = env, env.num_envs
         self._mode = autoreset_mode(env)
         self._is_one_by_one = isinstance(env, SideBySide)  # and not by its own `step` and `reset`
+        self._gives_tensors = False
         space = env.single_observation_space
         self._check = LaneCheck(space, deviations, where, is_by_items=self._is_one_by_one)
         self.tell_resets(nothing)
@@ -109,6 +110,7 @@ class LaneVectorEnv:
             observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.item)
         else:
             observations, infos = reset_with(self.env, seeds, options)
+            self._note_tensors(observations)
         self._check.rows(observations)
         return observations, infos
 
@@ -120,6 +122,10 @@ class LaneVectorEnv:
             if not (self._is_one_by_one or isinstance(error, EnvError)):
                 refuse_misfit(self.env, error)
                 error.add_note(_STEP_GIVES)
+                if self._gives_tensors:
+                    error.add_note(
+                        "it gives tensors, and was given arrays: to step it in tensors, write TorchEnvs(env)"
+                    )
             raise
         if self._steps_made in CHECKED_STEPS:
             self._check.rows(stepped[0], self._steps_made)
@@ -129,6 +135,17 @@ class LaneVectorEnv:
     def close(self) -> None:
         """Close the environments."""
         self.env.close()
+
+    def _note_tensors(self, observations: Tree) -> None:
+        """Note that observations are tensors. Raises EnvError where they are not in this machine's memory."""
+        tensors = [leaf for leaf in leaves_of(observations) if library_of(leaf) is not np]
+        self._gives_tensors = bool(tensors)
+        away = next((leaf for leaf in tensors if leaf.device.type != "cpu"), None)
+        if away is not None:
+            raise EnvError(
+                f"{self.env}: reset gave tensors on {away.device}, expected arrays; for an environment of tensors "
+                "write TorchEnvs(env)"
+            ).see("environment")
 
 
 def seeds_for(seed: int, first_slot: int, num_envs: int) -> list[int]:
@@ -167,9 +184,10 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     """The environment's mode. Raises EnvError where its metadata have none."""
     mode = env.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
+        tensors = "; for an environment of tensors write TorchEnvs(env)" if hasattr(env, "device") else ""
         raise EnvError(
             f"{env}: metadata['autoreset_mode'] is {mode!r}, expected a gymnasium.vector.AutoresetMode: "
-            "without it the end of an episode can't be told from the start of the next"
+            f"without it the end of an episode can't be told from the start of the next{tensors}"
         )
     return mode
 

@@ -361,3 +361,29 @@ def test_keywords_that_there_are_not_are_named(keyword: str, name: str) -> None:
         TorchEnvs(NumberedTensors(2), **{keyword: "policy"})
     with pytest.raises(ValueError, match="allow_host_copies is 'yes', expected True or False"):
         TorchEnvs(NumberedTensors(2), allow_host_copies="yes")  # type: ignore[arg-type]
+
+
+class WithMode(ManiSkillEnv):
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RslRlEnv(NumberedTensors(2)),
+        lambda: [RslRlEnv(NumberedTensors(2))],
+        lambda: lambda: RslRlEnv(NumberedTensors(2)),
+        lambda: ManiSkillEnv(NumberedTensors(2)),
+        lambda: WithMode(NumberedTensors(2, "meta")),
+        lambda: WithMode(NumberedTensors(2)),
+    ],
+)
+def test_a_rollout_names_torch_envs_for_environments_of_tensors(make: Callable[[], Any]) -> None:
+    def play() -> None:
+        with Rollout(make(), fragment_length=4) as rollout:
+            next(rollout.batches())
+
+    with pytest.raises((EnvError, AttributeError)) as caught:
+        play()
+    texts = [str(caught.value), *caught.value.__notes__] if hasattr(caught.value, "__notes__") else [str(caught.value)]
+    assert any("write TorchEnvs(env)" in text for text in texts)
