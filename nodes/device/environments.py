@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from gymnasium.vector import VectorEnv
 
+from rollflow.nodes.connectors.common.episode_columns import (
+    AddStatesFromEpisodesToBatch,
+    AddTimeDimToBatchAndZeroPad,
+)
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
 from rollflow.nodes.device.lane import DeviceLane
@@ -43,6 +47,12 @@ class DeviceEnvironments(Environments):
         """
         piece = next((piece for piece in pieces_within(*pipelines) if not piece.on_device), None)
         if piece is not None and not all(env.allow_host_copies for env in self.envs):
+            if isinstance(piece, AddTimeDimToBatchAndZeroPad | AddStatesFromEpisodesToBatch):
+                raise ModuleError(
+                    "the module has memory (use_lstm=True, or get_initial_state()), and modules with memory do not "
+                    "work on tensors yet; expected a module without, or TorchEnvs(env, allow_host_copies=True), with "
+                    f"which each step is copied from {self.device} to the host"
+                ).see("device")
             raise ConnectorError(
                 f"{piece.name} would have each step copied from {self.device} to the host, since it has no form for "
                 "tensors; expected a piece of rollflow that has one, or TorchEnvs(env, allow_host_copies=True)"

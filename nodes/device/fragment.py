@@ -12,7 +12,7 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout
 
@@ -150,10 +150,16 @@ class DeviceFragment(Fragment):
         """
         infinite = self.outline.columns[INFINITE_LOGP].tree[self.first_row : self.last_row]
         if infinite.any():
-            raise ModuleError(
-                f"'{Columns.ACTION_LOGP}' is not finite in {named(int(infinite.argmax()))}, expected a number: of "
-                "logits that are finite, and deviations whose logarithms are from -88 to 88"
-            ).see("not a number")
+            place = int(infinite.argmax())
+            row, slot = divmod(place, self.layout.num_slots)
+            observed = [leaf[self.first_row + row, slot] for leaf in leaves_of(self.columns[Columns.OBS].tree)]
+            if all(bool(leaf.isfinite().all()) for leaf in observed):
+                why = (
+                    ", expected a number: of logits that are finite, and deviations whose logarithms are from -88 to 88"
+                )
+            else:
+                why = f": the observation itself is not finite in slot {slot}, expected numbers"
+            raise ModuleError(f"'{Columns.ACTION_LOGP}' is not finite in {named(place)}{why}").see("not a number")
 
     def in_chunk_order(self, rows: Any) -> Any:
         """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new tensor any[num_steps, ...]."""

@@ -21,6 +21,7 @@ HELP_PAGES = {
     "spaces": "how_to/environments.md#spaces",
     "flags": "how_to/environments.md#what-step-gives",
     "module": "how_to/modules.md#outputs",
+    "device": "how_to/on_a_device.md#pieces-that-need-the-host",
     "distribution": "how_to/modules.md#distributions-for-each-action-space",
     "memory": "how_to/modules.md#a-recurrent-policy",
     "not a number": "how_to/debug.md#read-an-error",

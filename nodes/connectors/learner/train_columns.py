@@ -397,7 +397,7 @@ def _columns_of(episode: SingleAgentEpisode) -> dict[str, Any]:
 class AddInfosFromEpisodesToTrainBatch(ConnectorV2):
     """Adds `infos`, a list of B dicts: the info that came with the observation before each step.
 
-    A batch that has `infos` already stays as it is.
+    A batch that has `infos` already stays as it is. Raises ConnectorError for tensors, which have no infos recorded.
     """
 
     columnar = True
@@ -408,6 +408,12 @@ class AddInfosFromEpisodesToTrainBatch(ConnectorV2):
         if Columns.INFOS in batch or not len(episodes):
             return batch
         if isinstance(episodes, FragmentEpisodes):
+            on = next((each.device for each in episodes.fragments if each.device is not None), None)
+            if on is not None:
+                raise ConnectorError(
+                    f"no infos are recorded of environments of tensors on {on}; expected a learner pipeline without "
+                    f"{self.name}: TorchEnvs.last_extras has what the newest step gave"
+                ).see("device")
             batch[Columns.INFOS] = [info for fragment in episodes.fragments for info in _infos_of(fragment)]
             return batch
         self._add_of_episodes(

@@ -154,11 +154,12 @@ def test_a_batch_may_be_written_to(num_envs: int, fragment_length: int) -> None:
     assert torch.equal(fragment.gather(Columns.OBS), before)
 
 
-def test_infos_are_an_empty_one_for_each_step() -> None:
+def test_infos_are_not_recorded_and_their_piece_is_refused() -> None:
     env = FORMS["plain"](NumberedTensors(3))
     options: Any = {"learner_connector": lambda *_: AddInfosFromEpisodesToTrainBatch(), "fragment_length": 5}
-    with Rollout(env, **options) as rollout:
-        assert next(rollout.batches())[Columns.INFOS] == [{}] * 15
+    text = "no infos are recorded of .* on cpu; .* without AddInfosFromEpisodesToTrainBatch: TorchEnvs.last_extras"
+    with pytest.raises(ConnectorError, match=text), Rollout(env, **options) as rollout:
+        next(rollout.batches())
 
 
 @contextmanager
@@ -283,6 +284,11 @@ PIECE = {"env_to_module_connector": of_arrays}
             r"the module is on meta, but the environments are on cpu; expected module.to\('cpu'\)",
         ),
         (
+            lambda env: Rollout(env, model_config={"use_lstm": True}),
+            ModuleError,
+            r"the module has memory .*, and modules with memory do not work on tensors yet; .*allow_host_copies=True\)",
+        ),
+        (
             lambda env: Rollout(env, where="threads"),
             EnvError,
             "where is 'threads', but a TorchEnvs steps in the loop's",
@@ -311,13 +317,15 @@ def test_what_can_not_be_on_the_device_is_refused(make: Any, error: Any, text: s
         make(FORMS["plain"](NumberedTensors(2)))
 
 
-@pytest.mark.parametrize(("column", "error"), [("rewards", EnvError), ("action_logp", ModuleError)])
+@pytest.mark.parametrize(
+    ("column", "error"), [("rewards", EnvError), ("action_logp", ModuleError), ("obs", ModuleError)]
+)
 def test_what_is_not_finite_is_refused_at_the_cut_with_its_place(column: str, error: Any) -> None:
     class Broken(NumberedTensors):
         def step(self, actions: torch.Tensor) -> Any:
             observations, rewards, *rest = super().step(actions)
             if len(self.actions) == 4:
-                rewards[1] = torch.nan
+                (rewards if column == "rewards" else observations)[1] = torch.nan
             return observations, rewards, *rest
 
     class Unsure(DefaultModule):
@@ -325,10 +333,12 @@ def test_what_is_not_finite_is_refused_at_the_cut_with_its_place(column: str, er
             inputs = super().forward_exploration(batch, **kwargs)["action_dist_inputs"]
             return {"action_dist_inputs": torch.where(batch["obs"][:, :1] == 1, torch.nan, inputs)}
 
-    env = FORMS["plain"]((Broken if column == "rewards" else NumberedTensors)(3))
-    module = None if column == "rewards" else Unsure(OBSERVATIONS, ACTIONS)
+    env = FORMS["plain"]((NumberedTensors if column == "action_logp" else Broken)(3))
+    module = Unsure(OBSERVATIONS, ACTIONS) if column == "action_logp" else None
+    end = {"rewards": "3", "action_logp": "0, expected a number: of logits"}
+    text = end.get(column, "4: the observation itself is not finite in slot 1")
     with (
-        pytest.raises(error, match=f"lane 0, slot 1, vector step {3 if column == 'rewards' else 0}"),
+        pytest.raises(error, match=f"lane 0, slot 1, vector step {text}"),
         Rollout(env, module=module, fragment_length=8) as rollout,
     ):
         next(iter(rollout.fragments()))
