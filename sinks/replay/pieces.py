@@ -25,7 +25,7 @@ class SampledNStepReturns(ConnectorV2):
 
         rewards                    f32[B]         sum of gamma**k * r[t + k] over k < m
         new_obs                    any[B, ...]    observation t + m
-        terminateds, truncateds    bool[B]        those of step t + m - 1
+        terminateds, truncateds    bool[B]        those of step t + m - 1, as is any `bootstrap_from`
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
     m is less than `n_step` where the episode ends, or has not gone on yet. Single rewards are those that were inserted,
@@ -44,8 +44,7 @@ class SampledNStepReturns(ConnectorV2):
         steps = sampled_steps(self.name, episodes)
         at = steps.positions
         rewards, terminateds = steps.outcomes(at)
-        spans = np.ones(len(at), np.int64)
-        goes_on = ~terminateds
+        spans, goes_on = np.ones(len(at), np.int64), ~terminateds
         for k in range(1, self.n_step):
             following, is_step = steps.goes_on(at)
             goes_on &= is_step
@@ -63,7 +62,8 @@ class SampledNStepReturns(ConnectorV2):
         batch[Columns.REWARDS] = rewards
         batch[Columns.NEXT_OBS] = new_obs
         batch[Columns.TERMINATEDS] = terminateds
-        batch[Columns.TRUNCATEDS] = steps.read(Columns.TRUNCATEDS, at)
+        for column in {Columns.TRUNCATEDS, Columns.BOOTSTRAP_FROM} & batch.keys():
+            batch[column] = steps.read(column, at)
         batch[Columns.N_STEP] = spans
         return batch
 

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from feeding_rollouts import fed, trainer
 from fragment_equality import assert_alike
 from gymnasium.vector import SyncVectorEnv
 from host_reads import counting_reads
@@ -36,6 +37,7 @@ from rollflow.nodes.device.environments import DeviceEnvironments
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import acting_for
+from rollflow.sinks import SampledNStepReturns
 from rollflow.stream import ColumnError, ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.tree import map_tree
 
@@ -265,6 +267,18 @@ def test_a_replay_and_a_dataset_take_a_fragment_of_tensors(tmp_path: Path) -> No
     with DatasetSink(tmp_path) as sink:
         sink(fragment)
     assert sum(len(episode) for episode in DatasetSource(tmp_path).episodes()) == fragment.num_steps
+    sampled = Replay(100, seed=1, batch_size=32, pieces=[SampledNStepReturns(n_step=3)])
+    sampled.insert(fragment)
+    batch = sampled.sample()
+    assert torch.equal(batch[Columns.BOOTSTRAP_FROM].bool(), batch[Columns.TRUNCATEDS])
+
+
+def test_a_trainer_takes_fragments_of_tensors() -> None:
+    options: Any = {"fragment_length": 4, "num_fragments": 3, "seed": 3}
+    with fed(trainer(yields="fragments"), Rollout(FORMS["plain"](NumberedTensors(3)), **options)) as (stream, _):
+        theirs = list(stream)
+    with Rollout(FORMS["plain"](NumberedTensors(3)), **options) as rollout:
+        assert_alike(theirs, [fragment.host for fragment in rollout.fragments()])
 
 
 PIECE = {"env_to_module_connector": of_arrays}
