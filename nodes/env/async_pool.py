@@ -7,14 +7,21 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.observation_check import Deviations, LaneCheck
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, STEP_GIVES, Deviations, LaneCheck, kind_of
 from rollflow.nodes.env.stepping import autoreset_mode
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.ready_lane import joined_answers
 
 _BOOKKEEPING = ("env_id", "players", "elapsed_step")  # of infos: no environment's own
+# Arrays [K] of an answer: name, dtype, and the kinds of dtypes that are taken for it.
+_ARRAYS = (
+    ("reward", "number", "fiub"),
+    ("terminated", "bool", "b"),
+    ("truncated", "bool", "b"),
+    ("info['env_id']", "int", "iu"),
+)
 
 
 class SlotAnswers(NamedTuple):
@@ -46,6 +53,9 @@ class AsyncPool:
         self.env, self.num_envs = env, env.num_envs
         self._pool = env.unwrapped
         self._size = int(self._pool.config["batch_size"])
+        self._where = where
+        self._awaited: set[int] = set()  # slots that are under way
+        self._answers = 0  # since the first resets
         if env is not env.unwrapped:
             raise EnvError(
                 f"{where}{type(env).__name__} wraps an asynchronous pool, whose send and recv would pass it by; "
@@ -63,6 +73,7 @@ class AsyncPool:
     def reset(self, seeds: Sequence[int] | None) -> tuple[Tree, Mapping[str, Any]]:
         """Reset every slot: the first observations any[N, ...], and infos. Seeds are the pool's own, of its making."""
         self._pool.async_reset()
+        self._awaited, self._answers = set(range(self.num_envs)), -self.num_envs
         answers = [self.receive() for _ in range(self.num_envs // self._size)]
         _, observations = joined_answers([(each.slots, each.observations) for each in answers])
         infos = SlotInfos(count=self.num_envs)
@@ -75,18 +86,51 @@ class AsyncPool:
     def step(self, actions: tuple[NDArray[np.int64], Tree]) -> SlotAnswers:
         """Send actions: slots, i64[K], and a tree of arrays any[K, ...]. Receive the answers that are ready next."""
         slots, values = actions
+        self._awaited.update(slots.tolist())
         self._pool.send(values, slots)
         return self.receive()
 
     def receive(self) -> SlotAnswers:
-        """Receive the answers that are ready next, of slots that are under way."""
-        observations, rewards, terminateds, truncateds, infos = self._pool.recv()
+        """Receive the answers that are ready next, of slots that are under way. Raises EnvError for anything else."""
+        answer = self._pool.recv()
+        self._check_form(answer)
+        observations, rewards, terminateds, truncateds, infos = answer
+        slots = infos["env_id"].astype(np.int64)
+        self._check_ids(slots.tolist())
+        step, self._answers = self._answers // self.num_envs, self._answers + self._size
+        if step in CHECKED_STEPS:
+            self._check.rows(observations, step, slots)
         kept = {name: value for name, value in infos.items() if name not in _BOOKKEEPING}
-        return SlotAnswers(observations, rewards, terminateds, truncateds, kept, infos["env_id"].astype(np.int64))
+        return SlotAnswers(observations, rewards, terminateds, truncateds, kept, slots)
 
     def close(self) -> None:
         """Close the environments."""
         self.env.close()
+
+    def _check_form(self, answer: Any) -> None:
+        """Raise EnvError for what is not five values with arrays of K values each."""
+        if not isinstance(answer, tuple | list) or len(answer) != len(STEP_GIVES):
+            expected = f"a tuple of {len(STEP_GIVES)}: {', '.join(STEP_GIVES)}"
+            raise EnvError(f"{self._where}recv gave {kind_of(answer)}, expected {expected}").see("flags")
+        infos = answer[-1]
+        if not isinstance(infos, Mapping) or "env_id" not in infos:
+            given = f"a dict with {shown(list(infos))}" if isinstance(infos, Mapping) else kind_of(infos)
+            raise EnvError(f"{self._where}recv gave as info {given}, expected a dict with 'env_id'").see("environment")
+        shape = (self._size,)
+        for value, (name, dtype, kinds) in zip((*answer[1:4], infos["env_id"]), _ARRAYS, strict=True):
+            if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind not in kinds:
+                expected = f"an array {dtype}[{self._size}], since batch_size is {self._size}"
+                raise EnvError(f"{self._where}recv gave as {name} {kind_of(value)}, expected {expected}").see("flags")
+
+    def _check_ids(self, ids: list[int]) -> None:
+        """Take slots, that have been answered for, from those under way. Raises EnvError for others, and for twins."""
+        came = set(ids)
+        if len(came) < len(ids) or not came <= self._awaited:
+            raise EnvError(
+                f"{self._where}recv gave as info['env_id'] {shown(ids)}, expected {self._size} different ones, of the "
+                f"environments that have not answered since their last action: {shown(sorted(self._awaited))}"
+            ).see("environment")
+        self._awaited -= came
 
 
 def is_asynchronous(env: Any) -> bool:

@@ -104,10 +104,17 @@ class LaneCheck:
         self._check, self._deviations = ObservationCheck(space, deviations), deviations
         self._where, self.is_by_items = where, is_by_items
 
-    def rows(self, observations: Tree, step: int | None = None) -> None:
-        """Check the first observations, or those of a vector step, counted from 0: a tree of arrays any[N, ...]."""
+    def rows(self, observations: Tree, step: int | None = None, slots: Sequence[int] | NDArray[Any] = ()) -> None:
+        """Check the first observations, or those of a vector step, counted from 0: a tree of arrays any[N, ...].
+
+        slots    whose observations they are; left out: everyone's
+        """
         when = "the first reset" if step is None else f"vector step {step}"
-        self._check.rows(observations, lambda slot: f"{self._where}slot {slot}, {when}", dtypes=not self.is_by_items)
+
+        def whose(place: int) -> str:
+            return f"{self._where}slot {slots[place] if len(slots) else place}, {when}"
+
+        self._check.rows(observations, whose, dtypes=not self.is_by_items)
 
     def item(self, slot: int, answer: tuple[Any, ...], name: str) -> None:
         """Check what one slot's `step` or `reset` gave, and name which of them it was.

@@ -118,6 +118,66 @@ def test_a_reward_that_is_not_finite_is_refused_where_it_stands() -> None:
         list(rollout.fragments())
 
 
+def with_info(**values: Any) -> Callable[[Any], Any]:
+    return lambda answer: (*answer[:4], answer[4] | values)
+
+
+def with_flags(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda answer: (*answer[:2], of(answer[2]), *answer[3:])
+
+
+ANSWERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "four values": (lambda answer: answer[:4], "recv gave a tuple of 4, expected a tuple of 5: observation, reward"),
+    "an array": (lambda answer: answer[0], r"recv gave an array \w+\[2, 3\], expected a tuple of 5"),
+    "a list for info": (lambda answer: (*answer[:4], [{}]), "as info a list of 1, expected a dict with 'env_id'"),
+    "no ids": (lambda answer: (*answer[:4], {"a": 1}), r"as info a dict with \['a'\], expected a dict with 'env_id'"),
+    "ids twice": (with_info(env_id=np.array([1, 1])), r"as info\['env_id'\] \[1, 1\], expected 2 different ones, of"),
+    "other ids": (with_info(env_id=np.array([1, -1])), r"as info\['env_id'\] \[1, -1\], .* last action: \[\d"),
+    "ids in floats": (with_info(env_id=np.ones(2)), r"\['env_id'\] an array float64\[2\], expected an array int\[2\]"),
+    "ids in a list": (with_info(env_id=[0, 1]), r"\['env_id'\] a list of 2, expected an array int\[2\]"),
+    "float flags": (with_flags(np.float32), r"terminated an array float32\[2\], expected an array bool\[2\]"),
+    "int flags": (
+        with_flags(np.int64),
+        r"terminated an array int64\[2\], expected an array bool\[2\], since batch_size is",
+    ),
+    "flags [K, 1]": (with_flags(lambda flags: flags[:, None]), r"terminated an array bool\[2, 1\], expected an array"),
+    "listed flags": (with_flags(np.ndarray.tolist), r"as terminated a list of 2, expected an array bool\[2\]"),
+    "a number too few": (lambda answer: (answer[0], answer[1][:1], *answer[2:]), r"as reward an array float32\[1\], "),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1, 7])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_of_another_form_is_refused(name: str, at: int) -> None:
+    changed, message = ANSWERS[name]
+    pool = pool_of(4, 2)
+    usual, calls = pool.recv, iter(range(1000))
+    pool.recv = lambda: changed(usual()) if next(calls) == at else usual()  # type: ignore[method-assign]
+    with (
+        pytest.raises(EnvError, match=f"lane 0, recv gave.*{message.removeprefix('recv gave')}"),
+        Rollout(pool, module=NumberedModule(), fragment_length=4) as rollout,
+    ):
+        list(rollout.fragments())
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_later_observations_are_checked_and_their_slots_named(step: int, caplog: pytest.LogCaptureFixture) -> None:
+    pool = pool_of(4, 2)
+    usual, slots = pool.recv, list[int]()
+
+    def recv() -> Any:
+        observations, *others = usual()
+        slots.extend(others[-1]["env_id"].tolist())
+        observations[1] -= 1000 * (len(slots) == 4 + 4 * step + 2)  # the first answers of that vector step
+        return observations, *others
+
+    pool.recv = recv  # type: ignore[method-assign]
+    with Rollout(pool, module=NumberedModule(), fragment_length=8, num_fragments=1) as rollout:
+        list(rollout.fragments())
+    slot = slots[4 + 4 * step + 1]
+    assert f"lane 0, slot {slot}, vector step {step}: observation" in caplog.text
+
+
 def in_same_step() -> StandInPool:
     pool = pool_of(4, 2)
     pool.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
