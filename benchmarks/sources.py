@@ -68,7 +68,10 @@ class SmallMlp(RLModule):
 
 
 class SourceLoop:
-    """The loop for observations of one array or a dict of them, and for discrete or continuous actions."""
+    """The loop for observations of one array or a dict of them, and for discrete or continuous actions.
+
+    Under NEXT_STEP autoreset the step after an end is no transition: a mask says so, as in `Loop`.
+    """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], policy: Any) -> None:
         self._env, self._policy = env, policy
@@ -83,11 +86,13 @@ class SourceLoop:
         self._inputs = empty(policy.inputs.bias.shape, np.float32)
         self._logp, self._values, self._rewards = (empty((), np.float32) for _ in range(3))
         self._terminateds, self._truncateds = empty((), np.bool_), empty((), np.bool_)
+        self._resets_next_step = env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+        self._valid, self._done = np.ones(shape, np.bool_), np.zeros(env.num_envs, np.bool_)
         self._last, _ = env.reset(seed=0)
         self.batch: dict[str, Any] = {}
 
     def fragment(self) -> int:
-        """One fragment and its batch; how many steps it has."""
+        """One fragment and its batch; how many transitions it has."""
         observations = self._last
         with torch.no_grad():
             for t in range(FRAGMENT_LENGTH):
@@ -106,6 +111,9 @@ class SourceLoop:
                 answer = self._env.step(acted)
                 observations, self._rewards[t], self._terminateds[t], self._truncateds[t], _ = answer
                 self._logp[t], self._values[t] = logp.numpy(), output["vf_preds"].numpy()
+                if self._resets_next_step:
+                    self._valid[t] = ~self._done
+                    self._done = self._terminateds[t] | self._truncateds[t]
         self._last = observations
         columns = {**self._obs, "actions": self._actions, "inputs": self._inputs, "logp": self._logp}
         columns |= {"values": self._values, "rewards": self._rewards}
@@ -114,7 +122,7 @@ class SourceLoop:
             name: torch.from_numpy(np.ascontiguousarray(column.swapaxes(0, 1))).flatten(0, 1)
             for name, column in columns.items()
         }
-        return FRAGMENT_LENGTH * self._env.num_envs
+        return int(self._valid.sum())
 
 
 class AsyncLoop:
@@ -132,12 +140,14 @@ class AsyncLoop:
             **{name: empty((), np.float32) for name in ("logp", "values", "rewards")},
             **{name: empty((), np.bool_) for name in ("terminateds", "truncateds")},
             "ids": empty((), np.int32),
+            "valid": empty((), np.bool_),
         }
+        self._done = np.zeros(pool.num_envs, np.bool_)
         self.batch: dict[str, Any] = {}
         pool.async_reset()
 
     def fragment(self) -> int:
-        """One fragment and its batch; how many steps it has."""
+        """One fragment and its batch; how many transitions it has."""
         columns = self._columns
         with torch.no_grad():
             for turn in range(self._turns):
@@ -145,6 +155,8 @@ class AsyncLoop:
                 columns["obs"][turn], columns["rewards"][turn] = answer[0], answer[1]
                 columns["terminateds"][turn], columns["truncateds"][turn] = answer[2], answer[3]
                 columns["ids"][turn] = ids = answer[4]["env_id"]
+                columns["valid"][turn] = ~self._done[ids]
+                self._done[ids] = answer[2] | answer[3]
                 output = self._policy._forward({"obs": torch.from_numpy(columns["obs"][turn])})
                 chosen, logp = sampled(output["action_dist_inputs"])
                 columns["actions"][turn] = acted = chosen.numpy()
@@ -152,7 +164,7 @@ class AsyncLoop:
                 columns["inputs"][turn], columns["logp"][turn] = output["action_dist_inputs"].numpy(), logp.numpy()
                 columns["values"][turn] = output["vf_preds"].numpy()
         self.batch = {name: torch.from_numpy(column.copy()).flatten(0, 1) for name, column in columns.items()}
-        return FRAGMENT_LENGTH * int(self._pool.num_envs)
+        return int(columns["valid"].sum())
 
 
 def gaussian(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
