@@ -115,9 +115,8 @@ class MultiAgentEnvs:
         self.given: list[Any] = []  # by the callables
         self._turn: Turn = nothing
         self._opened: list[Closing] = []
-        self._first_env = first_env
         with closing_on_error(self.close):
-            self._make(makers)
+            self._make(makers, first_env)
             with located(f"environment {first_env}"):
                 spaces = agent_spaces(self.envs[0])
                 self.parts = parts_of(*spaces)
@@ -189,6 +188,10 @@ class MultiAgentEnvs:
         self._set_acting()
         return VectorStep(parts, envs, is_truncated, first_observed, infos, first_infos)
 
+    def number_from(self, first_env: int) -> None:
+        """Have errors name the first environment by this number, and those after it by the next ones."""
+        self._slots.first_env = first_env
+
     def close(self) -> None:
         """Close the environments, all of them, also where one raises."""
         opened, self._opened = self._opened, []
@@ -196,10 +199,10 @@ class MultiAgentEnvs:
 
     # Inside
 
-    def _make(self, makers: Sequence[Callable[[], Any]]) -> None:
+    def _make(self, makers: Sequence[Callable[[], Any]], first_env: int) -> None:
         if not len(makers):
             raise EnvError("there are no makers of environments, expected at least one")
-        for env, make in enumerate(makers, self._first_env):
+        for env, make in enumerate(makers, first_env):
             made = made_by(make, env)
             with noted(f"in the callable for environment {env}"):
                 each = adapted(_apart(made))
@@ -321,7 +324,7 @@ class ArrayEnvs:
             raise EnvError(f"'num_envs' is {env.num_envs!r}, expected a whole number, 1 or more")
         self.num_envs = int(env.num_envs)
         agents = [part.agents for part in self.parts]
-        self._slots, self._first_env = AgentNumbers(agents, self.num_envs, first_env), first_env
+        self._slots = AgentNumbers(agents, self.num_envs, first_env)
         self._sizes = [len(part.agents) for part in self.parts]
         self._checks = checks_of(self.parts, deviations)
         self._steps_made = 0
@@ -350,8 +353,8 @@ class ArrayEnvs:
         answer = self.env.reset_arrays(seeds)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvError(
-                f"environments from {self._first_env}: reset_arrays gave a {type(answer).__name__}, expected a tuple: "
-                "observations per part, and infos, () where there are none"
+                f"environments from {self._slots.first_env}: reset_arrays gave a {type(answer).__name__}, expected a "
+                "tuple: observations per part, and infos, () where there are none"
             )
         observations, infos = answer
         observed = [Observed(None, tree) for tree in self._flat(observations, self.num_envs, "observations")]
@@ -364,7 +367,8 @@ class ArrayEnvs:
         made = self.env.step_arrays(self._by_env(actions))
         if not isinstance(made, ArrayStep):
             raise EnvError(
-                f"environments from {self._first_env}: step_arrays gave a {type(made).__name__}, expected an ArrayStep"
+                f"environments from {self._slots.first_env}: step_arrays gave a {type(made).__name__}, expected "
+                "an ArrayStep"
             )
         observations = self._flat(made.observations, self.num_envs, "observations")
         if self._steps_made in CHECKED_STEPS:
@@ -388,6 +392,10 @@ class ArrayEnvs:
         first = self._first(made, ended)
         first_infos = self._checked_infos(made.first_infos, ended.tolist(), "first infos")
         return VectorStep(parts, ended, truncated, first, infos, first_infos)
+
+    def number_from(self, first_env: int) -> None:
+        """Have errors name the first environment by this number, and those after it by the next ones."""
+        self._slots.first_env = first_env
 
     def close(self) -> None:
         """Close the environments."""
@@ -471,7 +479,7 @@ class ArrayEnvs:
     def _flags(self, flags: Any, name: str) -> NDArray[np.bool_]:
         if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):
             raise EnvError(
-                f"environments from {self._first_env}: {name} are {shown(flags)}, expected bool[{self.num_envs}]"
+                f"environments from {self._slots.first_env}: {name} are {shown(flags)}, expected bool[{self.num_envs}]"
             )
         return flags
 
@@ -481,7 +489,7 @@ class ArrayEnvs:
             return ()
         if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
             raise EnvError(
-                f"environments from {self._first_env}: {name} are {shown(infos)}, expected a dict for each of "
+                f"environments from {self._slots.first_env}: {name} are {shown(infos)}, expected a dict for each of "
                 f"{len(envs)} environments, or () where there are none"
             )
         check_infos(infos, self._slots, envs[: len(infos)], name)
@@ -489,7 +497,7 @@ class ArrayEnvs:
 
     def _of(self, part: int) -> str:
         agents = ", ".join(map(repr, self.parts[part].agents))
-        return f"environments from {self._first_env}, agents {agents}"
+        return f"environments from {self._slots.first_env}, agents {agents}"
 
 
 LaneEnvs = MultiAgentEnvs | ArrayEnvs

@@ -74,6 +74,8 @@ class RolloutServer(LaneServer):
 
     def _set_up(self, acting: AnyActing, plan: LanePlan) -> bytes:
         assert self._env is not None
+        if self._has_several:
+            self._env.number_from(plan.environments["first_slot"])
         self._rollout = LaneRollout(
             self._env,
             plan,

@@ -28,7 +28,7 @@ class AgentNumbers:
     """
 
     def __init__(self, agents_of: Sequence[Sequence[Any]], num_envs: int, first_env: int = 0) -> None:
-        self.agents_of, self.num_envs, self._first_env = agents_of, num_envs, first_env
+        self.agents_of, self.num_envs, self.first_env = agents_of, num_envs, first_env
         self.steps: NDArray[np.int64] = np.full(num_envs, -1)
         sizes = [len(agents) for agents in agents_of]
         self.bounds = [0, *np.cumsum([size * num_envs for size in sizes]).tolist()]
@@ -77,7 +77,7 @@ class AgentNumbers:
     def env_named(self, env: int) -> str:
         """The environment and its step."""
         step = self.steps[env]
-        return f"environment {self._first_env + env}, {'reset' if step < 0 else f'env step {step}'}"
+        return f"environment {self.first_env + env}, {'reset' if step < 0 else f'env step {step}'}"
 
     def agent_named(self, env: int, agent: Any) -> str:
         """The environment, its step, and an agent."""

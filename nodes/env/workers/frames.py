@@ -29,7 +29,7 @@ class FrameKind(IntEnum):
 
     # To the worker
     MAKE = 1  # a descriptor, and the bytes behind it: how the environments are made
-    LAYOUT = 2  # a descriptor, and the bytes behind it: a packed dict of rows, lookback and seeds
+    LAYOUT = 2  # a descriptor, and the bytes behind it: a packed dict of seeds, and of rows, lookback or first_slot
     BLOCK = 3  # a descriptor, and the bytes behind it: a block
     RESET = 4  # the row to write the first observations to
     STEP = 5  # the row to step with: its actions are in the block

@@ -91,7 +91,10 @@ class LaneServer:
         if kind is FrameKind.LAYOUT:
             fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
             self._seeds = fields["seeds"]
-            if not self._has_several:
+            if self._has_several:
+                self._env.number_from(fields["first_slot"])
+                self._infos = InfoCodec(self._env.possible_agents, fields["first_slot"])
+            else:
                 spaces = self._env.env.single_observation_space, self._env.env.single_action_space
                 self._layout = lane_block(*spaces, self._env.num_envs, fields["rows"], fields["lookback"])
             return b""
@@ -101,8 +104,6 @@ class LaneServer:
         maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
         self._env = maker.lane_env(self._deviations)
         self._has_several = isinstance(self._env, LaneEnvs)
-        if self._has_several:
-            self._infos = InfoCodec(self._env.possible_agents, maker.first_slot)
         self.phase.set_blended(not self._env.tell_resets(self.phase.turn))
         return frame_with(FrameKind.READY, self._description())
 

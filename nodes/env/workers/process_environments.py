@@ -114,7 +114,8 @@ class AgentLink(LaneLink):
             self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
             self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
         seeds = self.node.seeds_of_lane(self.index, self.starts)
-        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds}))
+        first_slot = self.node.first_slots()[self.index]  # which the maker can't have: sizes weren't known yet
+        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds, "first_slot": first_slot}))
         self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
         self.send(frame(FrameKind.RESET))
 

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from counted_agents import Counted
 from fragment_equality import in_time
@@ -10,6 +11,8 @@ from places import rollout_at
 
 from rollflow import MultiAgentRollout
 from rollflow.nodes import EnvHost, RandomModule
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.remote.env_host import HostLane, made_lanes
 from rollflow.stream import EnvError
 
 
@@ -68,3 +71,28 @@ def test_those_that_are_made_here_are_closed_and_one_that_is_given_is_not() -> N
     told([lambda env=env: env for env in envs[:2]], lanes=2)  # type: ignore[misc]
     told(envs[2])
     assert [env.is_closed for env in envs] == [True, True, False]
+
+
+class Broken(Counted):
+    """The environment of number 2 gives a reward in its second step that is no number."""
+
+    def step_arrays(self, actions: Any) -> Any:
+        made = super().step_arrays(actions)
+        if self.number == 2 and self.steps[0] == 2:
+            made.rewards[0][1, 0] = np.nan
+        return made
+
+
+@pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
+def test_errors_name_an_environment_by_its_number_in_the_rollout(place: str) -> None:
+    makers = [partial(Broken, number) for number in range(3)]
+    with pytest.raises(EnvError, match=r"^environment 5, env step 1, agent 'a': its reward is nan"):
+        told(makers, place, lanes=3)
+
+
+def test_a_host_counts_the_environments_of_its_lanes_before() -> None:
+    makers = [partial(Counted, number) for number in range(3)]
+    lanes, _ = made_lanes(makers, None, 3, None, lambda maker, index: HostLane(maker, index, Deviations()))
+    lanes[2].env.env.reset_arrays = lambda seeds: None
+    with pytest.raises(EnvError, match=r"^environments from 4: reset_arrays gave a NoneType"):
+        lanes[2].env.reset()
