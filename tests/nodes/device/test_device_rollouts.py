@@ -29,7 +29,7 @@ from rollflow import (
     Replay,
     Rollout,
 )
-from rollflow.nodes import FlattenObservations, PrevActionsPrevRewards
+from rollflow.nodes import ConnectorV2, FlattenObservations, PrevActionsPrevRewards
 from rollflow.nodes.connectors.common.batches import DEVICE
 from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch, NStepReturns
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_of
@@ -209,7 +209,18 @@ def test_vector_steps_need_no_value_of_the_device(form: str) -> None:
         lane.record_step(None, *torch.zeros(3, 4), {})
 
 
+class Doubled(ConnectorV2):
+    """A user's piece over whole columns."""
+
+    columnar = on_device = True
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        episodes.set_observations(episodes.observations() * 2)
+        return batch
+
+
 PIECES: dict[str, Callable[[], Any]] = {
+    "own": Doubled,
     "filter": MeanStdFilter,
     "previous": lambda: PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2),
     "flat": lambda: [PrevActionsPrevRewards(), FlattenObservations()],
