@@ -22,15 +22,18 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes": (165, 0),  # keywords checked in one place
     "nodes/connectors": (598, 6),  # named pieces, which stood in alpha and in pipelines; pieces for a device
     "nodes/connectors/alpha": (466, 22),
-    "nodes/connectors/common": (672, 10),  # pieces over tensors
-    "nodes/connectors/env_to_module": (562, 9),  # pieces over tensors
+    "nodes/connectors/common": (674, 10),  # pieces over tensors; faults on a device
+    "nodes/connectors/env_to_module": (563, 9),  # pieces over tensors; faults on a device
     "nodes/connectors/learner": (609, 11),  # pieces over tensors; infos that tensors lack
-    "nodes/connectors/module_to_env": (662, 14),  # logits found usable in one look; pieces over tensors
+    "nodes/connectors/module_to_env": (669, 14),  # logits found usable in one look; over tensors; faults on a device
     "nodes/connectors/pipelines": (
         1129,
         15,
     ),  # own pieces named in errors; a fragment's tensors made at once; fewer calls; modules in turns resolved once
-    "nodes/device": (630, 8),  # environments of tensors, checked by their own names; columns on a device
+    "nodes/device": (
+        673,
+        8,
+    ),  # environments of tensors, with checks of their own; columns on a device; faults on a device
     "nodes/env": (1990, 28),  # TorchEnvs named; agents, arrays, environments numbered once made; checked pools
     "nodes/env/remote": (1680, 18),  # a lane on a host is its own record
     "nodes/env/workers": (1818, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
@@ -38,11 +41,11 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
     "nodes/metrics": (593, 11),  # columns on a device
-    "nodes/modules": (1727, 33),  # logits that are no floats refused; passes over a dict of tensors found
+    "nodes/modules": (1728, 33),  # logits that are no floats refused; passes over dicts; faults on a device
     "nodes/offloaded": (1908, 29),  # rows after which slots end
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1586, 21),  # columns on a device
-    "nodes/stages": (2035, 26),  # columns on a device; lanes whose actions have stopped
+    "nodes/stages": (2037, 26),  # columns on a device; lanes whose actions have stopped; faults on a device
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (103, 0),  # a public name more

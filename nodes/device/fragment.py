@@ -3,23 +3,29 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.batches import array_of
+from rollflow.nodes.connectors.module_to_env.action_pieces import weights_blamed
+from rollflow.nodes.modules.distribution import without_choice
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, shown
+from rollflow.stream.data.space import leaves_within
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout
 
-INFINITE_LOGP = "infinite_logp"
-"""Column of an outline, bool[H+T, N]: log-probabilities that are not finite."""
+FAULTS = "faults"
+"""Column of an outline, u8[H+T, N]: bits of what is wrong with a transition; 0: nothing."""
 
-_TERMINATED, _TRUNCATED, _INFINITE = 1, 2, 4  # bits of a transition's flags
+_TERMINATED, _TRUNCATED = 1, 2  # bits of a transition's flags; and of faults:
+_LOGP, _OBSERVATION, _LOGITS = 4, 8, 16  # not finite; not finite; NaN, +inf, or all ruled out
+_ACTION = {Columns.ACTIONS: 32, Columns.ACTIONS_FOR_ENV: 64}  # NaN, or not in its space
 
 
 class DeviceFragment(Fragment):
@@ -33,6 +39,8 @@ class DeviceFragment(Fragment):
     device      of the columns
     last_rows   row of a step -> observations, a tree of tensors any[N, ...], the last ones where it ended an episode
     versions    of the weights that each row's actions were computed with
+    chosen_by   type of the distributions that actions are chosen by; None: the module gives them itself
+    spaces      of the columns of actions
 
     Positions of chunks are worked out on the host, of `outline`, which takes one copy of 5 bytes a transition. What is
     given as episodes is made of `host`, which takes one copy of all columns.
@@ -54,15 +62,16 @@ class DeviceFragment(Fragment):
         self.device = device
         self.last_rows: dict[int, Tree] = {}
         self.versions: list[int] = []
+        self.chosen_by: Any = None
+        self.spaces: Mapping[str, gym.Space[Any]] = {}
 
     @cached_property
     def outline(self) -> Fragment:
-        """A fragment of arrays with `rewards`, flags and chunks alone, and `infinite_logp`: see there."""
+        """A fragment of arrays with `rewards`, flags and chunks alone, and `faults`: see there."""
         columns, rows = self.columns, self.layout.lookback + self.layout.num_rows
         flags = columns[Columns.TERMINATEDS].tree.to(torch.uint8) * _TERMINATED
         flags += columns[Columns.TRUNCATEDS].tree.to(torch.uint8) * _TRUNCATED
-        if Columns.ACTION_LOGP in columns:
-            flags += columns[Columns.ACTION_LOGP].tree.isfinite().logical_not_().to(torch.uint8) * _INFINITE
+        self._mark_faults(flags)
         parts = *self._begun, columns[Columns.REWARDS].tree, flags
         packed = array_of(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
         slots = self.layout.num_slots
@@ -73,7 +82,7 @@ class DeviceFragment(Fragment):
             Columns.REWARDS: rewards,
             Columns.TERMINATEDS: marks & _TERMINATED != 0,
             Columns.TRUNCATEDS: marks & _TRUNCATED != 0,
-            INFINITE_LOGP: marks & _INFINITE != 0,
+            FAULTS: marks & ~np.uint8(_TERMINATED | _TRUNCATED),
         }
         made = self._on_host({name: Column(name, array) for name, array in arrays.items()}, *begun)
         made.num_rows = self.num_rows
@@ -143,23 +152,75 @@ class DeviceFragment(Fragment):
         self.last_rows.clear()
         self.finals = []
 
-    def check_logp(self, named: Callable[[int], str]) -> None:
-        """Raise ModuleError for a log-probability that is not finite.
+    def _mark_faults(self, flags: torch.Tensor) -> None:
+        """Set the bits of faults in the transitions' flags, u8[H+T, N]: no number is read."""
+        columns, rows = self.columns, len(flags)
 
-        named    (vector step · N + slot) -> its name
+        def mark(bit: int, bad: torch.Tensor, row: slice = slice(rows)) -> None:
+            flags[row].bitwise_or_(bad[:rows].unsqueeze(-1).flatten(2).any(2).to(torch.uint8) * bit)
+
+        for leaf in filter(torch.is_floating_point, leaves_of(columns[Columns.OBS].tree)):
+            mark(_OBSERVATION, ~leaf.isfinite())
+        for row, last in self.last_rows.items():
+            for leaf in filter(torch.is_floating_point, leaves_of(last)):
+                done = (flags[row] & (_TERMINATED | _TRUNCATED) != 0).view(-1, *[1] * (leaf.ndim - 1))
+                mark(_OBSERVATION, (done & ~leaf.isfinite())[None], slice(row, row + 1))
+        if Columns.ACTION_LOGP in columns:
+            mark(_LOGP, ~columns[Columns.ACTION_LOGP].tree.isfinite())
+        if self.chosen_by is not None and Columns.ACTION_DIST_INPUTS in columns:
+            logits, space = columns[Columns.ACTION_DIST_INPUTS].tree, getattr(self.chosen_by, "space", None)
+            mark(_LOGITS, logits.isnan() | logits.isposinf())
+            mark(_LOGITS, without_choice(logits, space))
+        for name, space in self.spaces.items():
+            for part in leaves_within(space, name) if name in columns else ():
+                values, (low, high) = part.found(columns[name].tree), part.bounds()
+                if isinstance(part.space, gym.spaces.Box):
+                    mark(_ACTION[name], values.isnan())
+                    continue
+                for place, ends in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+                    of_place = values.flatten(2)[..., place] if part.shape else values
+                    mark(_ACTION[name], (of_place < int(ends[0])) | (of_place > int(ends[1])))
+
+    def check_choices(self, named: Callable[[int], str], module: Any, filters: str | None) -> None:
+        """Raise an error for the first transition whose action can't be meant: see below.
+
+        named      (vector step · N + slot) -> its name
+        module     that chose, whose weights may be to blame
+        filters    name of a piece that observations have to be finite for; None: there is none
+
+        Raises ConnectorError for an observation, ModuleError for logits, log-probabilities and actions that are no
+        numbers, and ColumnError for an action outside its space.
         """
-        infinite = self.outline.columns[INFINITE_LOGP].tree[self.first_row : self.last_row]
-        if infinite.any():
-            place = int(infinite.argmax())
-            row, slot = divmod(place, self.layout.num_slots)
-            observed = [leaf[self.first_row + row, slot] for leaf in leaves_of(self.columns[Columns.OBS].tree)]
-            if all(bool(leaf.isfinite().all()) for leaf in observed):
-                why = (
-                    ", expected a number: of logits that are finite, and deviations whose logarithms are from -88 to 88"
-                )
-            else:
-                why = f": the observation itself is not finite in slot {slot}, expected numbers"
-            raise ModuleError(f"'{Columns.ACTION_LOGP}' is not finite in {named(place)}{why}").see("not a number")
+        all_marks = self.outline.columns[FAULTS].tree[self.first_row : self.last_row]
+        marks = all_marks if filters else all_marks & ~np.uint8(_OBSERVATION)
+        if not marks.any():
+            return
+        place = int((marks != 0).argmax())
+        row, slot = divmod(place, self.layout.num_slots)
+        fault, where = int(marks[row, slot]), named(place)
+        if fault & _OBSERVATION:
+            raise ConnectorError(f"{filters}: an observation of {where} is not finite, expected numbers")
+        blamed = weights_blamed(module)
+        if all_marks[row, slot] & _OBSERVATION:
+            blamed = ": the observation itself is not finite, expected numbers"
+
+        def given(name: str) -> str:
+            tree = self.columns[name].tree
+            return f"'{name}' is {shown(map_tree(lambda leaf: leaf[self.first_row + row, slot].tolist(), tree))}"
+
+        if fault & _LOGITS:
+            raise ModuleError(
+                f"{given(Columns.ACTION_DIST_INPUTS)} in {where}, expected numbers below inf, with one above -1e9 for "
+                f"each choice{blamed}"
+            ).see("not a number")
+        for name in [name for name, bit in _ACTION.items() if fault & bit]:
+            space = self.spaces[name]
+            error = ModuleError if isinstance(space, gym.spaces.Box) else ColumnError
+            raise error(f"{given(name)} in {where}, expected one in {space}{blamed}").see("module")
+        raise ModuleError(
+            f"'{Columns.ACTION_LOGP}' is not finite in {where}, expected a number: of logits that are finite, and "
+            f"deviations whose logarithms are from -88 to 88{blamed}"
+        ).see("not a number")
 
     def in_chunk_order(self, rows: Any) -> Any:
         """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new tensor any[num_steps, ...]."""

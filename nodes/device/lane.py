@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.connectors.common.batches import CHOSEN_BY
 from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns
 from rollflow.nodes.device.fragment import DeviceFragment
 from rollflow.stream.data.column import Column
@@ -82,6 +83,7 @@ class DeviceLane(Lane):
         super().__init__(index, layout, observation_space)
         self._chosen = self.columns.actions(layout.action_space)
         self._taken: Column | None = None  # of what the environments get, from the first step on
+        self._spaces = {Columns.ACTIONS: layout.action_space}
 
     @property
     def has_begun_again(self) -> bool:
@@ -105,7 +107,8 @@ class DeviceLane(Lane):
             return actions
         taken = self._taken
         if taken is None:
-            taken = self._taken = self.columns.actions(self.layout.action_space if env_space is None else env_space)
+            space = self._spaces[Columns.ACTIONS_FOR_ENV] = env_space or self.layout.action_space
+            taken = self._taken = self.columns.actions(space)
         made = _writable(taken.cast(actions if for_env is None else for_env, slots))
         if for_env is not None or made is not actions:
             batch[Columns.ACTIONS_FOR_ENV] = made
@@ -140,6 +143,7 @@ class DeviceLane(Lane):
         for row in old.last_rows:
             stands_in[row].zero_()
         self._stood_in = stands_in[rows - lookback : rows]
+        old.chosen_by, old.spaces = self.shared_data.get(CHOSEN_BY), self._spaces
         old.columns[Columns.BOOTSTRAP_FROM] = DeviceColumn(Columns.BOOTSTRAP_FROM, stands_in)
         return old
 

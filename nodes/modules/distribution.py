@@ -30,7 +30,7 @@ from torch.nn import functional
 from rollflow.stream.data.columns import RULED_OUT
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.space import leaves_within, whole_bounds
-from rollflow.stream.data.tree import Tree, leaves_of
+from rollflow.stream.data.tree import Tree, leaves_of, library_of
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 _DRAWN = 1 << 15  # numbers at a time
@@ -517,12 +517,16 @@ def mask_width(space: gym.Space[Any]) -> int | None:
     return space.shape[0] if space.shape is not None and len(space.shape) == 1 else None
 
 
-def without_choice(rows: NDArray[Any], space: gym.Space[Any] | None) -> NDArray[np.bool_]:
-    """The rows, bool[N], of logits float[N, D] that rule out every action; for no space those of -inf alone."""
-    rows = rows.astype(np.float64)  # of which float16 has no `RULED_OUT`
-    ruled_out: NDArray[np.bool_] = rows.max(1) == -np.inf
+def without_choice(rows: Any, space: gym.Space[Any] | None) -> Any:
+    """The rows, bool[..., N], of logits float[..., N, D] that rule out every action; for no space those of -inf alone.
+
+    They are a tensor where the logits are one.
+    """
+    xp = library_of(rows)
+    rows = xp.asarray(rows, dtype=xp.float64)  # of which float16 has no `RULED_OUT`
+    ruled_out = xp.amax(rows, -1) == -xp.inf
     for begin, end in () if space is None else _choices(space):
-        ruled_out = ruled_out | (rows[:, begin:end].max(1) <= RULED_OUT)
+        ruled_out = ruled_out | (xp.amax(rows[..., begin:end], -1) <= RULED_OUT)
     return ruled_out
 
 

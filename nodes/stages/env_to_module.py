@@ -8,7 +8,8 @@ import numpy as np
 
 from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED, states_at
 from rollflow.nodes.connectors.connector_v2 import Batch
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
+from rollflow.nodes.connectors.env_to_module.observation_pieces import MeanStdFilter
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, pieces_within, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, EnvError, warn_caller
@@ -252,7 +253,9 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             outline = fragment.outline
             rewards = outline.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
             if fragment.device is not None:
-                fragment.check_logp(named)  # first: what a module made may be why a reward is none
+                filters = (piece.name for piece in pieces_within(self.pipeline) if isinstance(piece, MeanStdFilter))
+                # First: what a module made may be why a reward is none.
+                fragment.check_choices(named, self._module, next(filters, None))
             finite_float32(rewards.reshape(-1), named)
         return super()._counted(lane, fragment)
 

@@ -29,6 +29,9 @@ ALIGNED_BYTES = 16
 DEVICE = "device"
 """Key in `shared_data` of the device that a lane's tensors stay on; it is there for such lanes alone."""
 
+CHOSEN_BY = "chosen_by"
+"""Key in `shared_data`, for a lane on a device, of the type of the distributions that its actions are chosen by."""
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NumpyToTensor(ConnectorV2):

@@ -504,7 +504,7 @@ class MeanStdFilter(ConnectorV2):
 
     Raises ConnectorError for states of another space or another piece. Raises it for spaces without numbers, or with
     another number of them than has been counted, and for observations that are not finite. Those of a lane on a device
-    are not counted where they are not finite.
+    are not counted, and are refused when the fragment is cut.
     """
 
     columnar = True
@@ -700,6 +700,7 @@ class MeanStdFilter(ConnectorV2):
                 made = self.scaled(rows, *self._pushed(rows), np).astype(np.float32)
             else:
                 made = self.scaled(rows, *self._pushed_tensors(rows, counted), torch).float()
+                made = made.masked_fill(~rows.isfinite(), torch.nan)  # found when the fragment is cut
             return parts_like(kept, made)
 
         return self.map_boxes(filtered, observations)

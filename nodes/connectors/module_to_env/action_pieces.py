@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_number, checking_constructor
 from rollflow.nodes.connectors.common.batches import (
+    CHOSEN_BY,
     DEVICE,
     MEMORIZED,
     array_of,
@@ -128,6 +129,8 @@ class GetActions(ConnectorV2):
         else:
             if looks:
                 refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
+            else:
+                shared_data[CHOSEN_BY] = distribution_type
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
@@ -292,10 +295,15 @@ def _blamed(episodes: Episodes, slots: list[int], module: Any) -> str:
     observed = [slot for slot in slots if slot < len(episodes)]
     bad = [slot for slot in observed if not _is_finite(episodes[slot].get_observations(-1))]
     if not bad:
-        weights = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-        names = [name for name, weight in weights if not bool(weight.isfinite().all())]
-        return f": weights are not finite: {', '.join(names)}; expected numbers" if names else ""
+        return weights_blamed(module)
     return f": the observation itself is not finite in {_named(episodes, bad)}, expected numbers"
+
+
+def weights_blamed(module: Any) -> str:
+    """The module's weights that are not finite, in words."""
+    weights = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    names = [name for name, weight in weights if not bool(weight.isfinite().all())]
+    return f": weights are not finite: {', '.join(names)}; expected numbers" if names else ""
 
 
 def _is_finite(observation: Any) -> bool:
@@ -764,6 +772,8 @@ class _Exploration(ConnectorV2):
         draws = _Draws(shared.get("generator"), shared.get(DEVICE))
         if self.takes == Columns.ACTION_DIST_INPUTS and draws.device is None:  # a piece before may have changed them
             refuse_unusable(_rows(batch[self.takes]), shared, episodes, distribution_for(space))
+        elif self.takes == Columns.ACTION_DIST_INPUTS:
+            shared[CHOSEN_BY] = distribution_for(space)
         self._explore(batch, episodes, space, self.value(shared.get("step", 0)), draws)
         return batch
 

@@ -1,7 +1,7 @@
 """A rollout on a device: what it records is what the same rollout of arrays does, and no vector step reads anything."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rollflow import (
     Columns,
     DatasetSink,
     DatasetSource,
+    EpsilonGreedy,
     Forward,
     FrameStacking,
     GeneralAdvantageEstimation,
@@ -342,28 +343,99 @@ def test_what_can_not_be_on_the_device_is_refused(make: Any, error: Any, text: s
         make(FORMS["plain"](NumberedTensors(2)))
 
 
-@pytest.mark.parametrize(
-    ("column", "error"), [("rewards", EnvError), ("action_logp", ModuleError), ("obs", ModuleError)]
-)
-def test_what_is_not_finite_is_refused_at_the_cut_with_its_place(column: str, error: Any) -> None:
+def test_a_reward_that_is_not_finite_is_refused_at_the_cut_with_its_place() -> None:
     class Broken(NumberedTensors):
         def step(self, actions: torch.Tensor) -> Any:
             observations, rewards, *rest = super().step(actions)
             if len(self.actions) == 4:
-                (rewards if column == "rewards" else observations)[1] = torch.nan
+                rewards[1] = torch.nan
             return observations, rewards, *rest
 
-    class Unsure(DefaultModule):
-        def forward_exploration(self, batch: Any, **kwargs: Any) -> Any:
-            inputs = super().forward_exploration(batch, **kwargs)["action_dist_inputs"]
-            return {"action_dist_inputs": torch.where(batch["obs"][:, :1] == 1, torch.nan, inputs)}
-
-    env = FORMS["plain"]((NumberedTensors if column == "action_logp" else Broken)(3))
-    module = Unsure(OBSERVATIONS, ACTIONS) if column == "action_logp" else None
-    end = {"rewards": "3", "action_logp": "0, expected a number: of logits"}
-    text = end.get(column, "4: the observation itself is not finite in slot 1")
     with (
-        pytest.raises(error, match=f"lane 0, slot 1, vector step {text}"),
-        Rollout(env, module=module, fragment_length=8) as rollout,
+        pytest.raises(EnvError, match="lane 0, slot 1, vector step 3"),
+        Rollout(FORMS["plain"](Broken(3)), fragment_length=8) as rollout,
     ):
         next(iter(rollout.fragments()))
+
+
+class Blind(NumberedTensors):
+    """Slot 1 observes NaN in the second step and infinity in the third; actions are of any space."""
+
+    def step(self, actions: torch.Tensor) -> Any:
+        observations, *rest = super().step(actions.float().view(self.num_envs, -1).expand(-1, 2))
+        if len(self.actions) in (2, 3):
+            observations[1] = torch.nan if len(self.actions) == 2 else torch.inf
+        return observations, *rest
+
+
+THREE, SQUARE = gym.spaces.Discrete(3), gym.spaces.MultiDiscrete([3, 2])
+
+
+def giving(numbers: Any, space: Any = THREE, what: str = "action_dist_inputs") -> Callable[..., Any]:
+    """A module that gives numbers for the row of slot 1 in the first steps of episodes, else zeros."""
+
+    row = torch.tensor(numbers)
+
+    class Giving(DefaultModule):
+        def given(self, batch: Any, **kwargs: Any) -> Any:
+            made = torch.zeros(len(batch["obs"]), *row.shape, dtype=row.dtype)
+            made[1] = row
+            return {what: made + 0 * batch["obs"].sum(-1).view(-1, *[1] * row.ndim).to(row.dtype)}
+
+        forward_exploration = forward_inference = given
+
+    return Giving(OBSERVATIONS, space)
+
+
+NAN, INF, OUT = float("nan"), float("inf"), -1e9
+FIRST = "in lane 0, slot 1, vector step 0, expected"
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "text"),
+    [
+        (
+            giving([0.0, NAN, 0.0]),
+            {"explore": False},
+            ModuleError,
+            rf"inputs' is \[0.0, nan, 0.0\] {FIRST} numbers below",
+        ),
+        (giving([0.0, INF, 0.0]), {"explore": False}, ModuleError, f"{FIRST} numbers below inf"),
+        (giving([OUT] * 3), {"explore": False}, ModuleError, f"{FIRST} .* with one above -1e9"),
+        (giving([0.0] * 3 + [OUT] * 2, SQUARE), {"explore": False}, ModuleError, FIRST),
+        (
+            giving([0.0, NAN, 0.0]),
+            {"module_to_env_connector": lambda env: EpsilonGreedy(schedule=0.5)},
+            ModuleError,
+            FIRST,
+        ),
+        (giving([0.0, NAN, 0.0, 0.0], ACTIONS), {}, ModuleError, FIRST),
+        (giving(7, what="actions"), {}, ColumnError, rf"'actions' is 7 {FIRST} one in Discrete\(3\)"),
+        (giving([0, -1], SQUARE, "actions"), {}, ColumnError, rf"'actions' is \[0, -1\] {FIRST} one in MultiDiscrete"),
+        (giving([0.0, NAN], ACTIONS, "actions"), {}, ModuleError, rf"'actions' is \[0.0, nan\] {FIRST} one in Box"),
+        (
+            giving([0.0] * 3),
+            {},
+            ModuleError,
+            "in lane 0, slot 1, vector step 2, expected .*: the observation itself is not finite",
+        ),
+        (
+            giving(0, what="actions"),
+            {"env_to_module_connector": lambda env: MeanStdFilter()},
+            ConnectorError,
+            "MeanStdFilter: an observation of lane 0, slot 1, vector step 2 is not finite",
+        ),
+        (giving(0, what="actions"), {}, None, ""),
+    ],
+)
+def test_choices_that_can_not_be_meant_are_refused_at_the_cut(module: Any, options: Any, error: Any, text: str) -> None:
+    env = TorchEnvs(Blind(3), observation_space=OBSERVATIONS, action_space=module.action_space)
+    with (
+        pytest.raises(error, match=text) if error else nullcontext(),
+        Rollout(env, module=module, fragment_length=8, num_fragments=1, **options) as rollout,
+        counting_reads() as reads,
+    ):
+        try:
+            list(rollout.fragments())
+        finally:
+            assert reads[:1] == ["numpy"]  # at the cut
