@@ -189,8 +189,11 @@ class Environments(LaneSource):
                 yield lane
 
     def close(self) -> None:
-        """Close all environments that this node made itself; steps under way are counted as unrecorded."""
-        self.unrecorded_steps += sum(lane.in_flight for lane in self.lanes if isinstance(lane, ReadyLane))
+        """Close all environments that this node made itself; steps under way are counted as made."""
+        for lane in self.lanes:
+            if isinstance(lane, ReadyLane):
+                lane.num_steps += lane.in_flight
+                lane.has_stopped = True
         super().close()
 
     def _lane(self, index: int, envs: Any, first_slot: int) -> Any:
