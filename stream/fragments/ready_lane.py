@@ -63,6 +63,7 @@ class ReadyLane(Lane):
         # Column by name: its rows end to end, dtype and shape of the values of a usual turn; none of trees.
         self._flat: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a reset's
+        self._has_come = np.zeros(layout.num_slots, np.bool_)  # slots whose answer has come since the turn began
 
     @property
     def at(self) -> Slots:
@@ -79,15 +80,16 @@ class ReadyLane(Lane):
 
     @property
     def steps_under_way(self) -> int:
-        """Number of transitions that the turn's actions make."""
-        return int(np.count_nonzero(~self._resets[self.episodes.slots]))
+        """Number of transitions that the turn's actions make, but for those that have been answered for."""
+        slots = self.episodes.slots
+        return int(np.count_nonzero(~(self._resets | self._has_come)[slots]))
 
     @property
     def in_flight(self) -> int:
         """Number of transitions that slots outside of the turn are making; 0 once no more actions are sent."""
         if self.has_stopped:
             return 0
-        return self.layout.num_slots - int(np.count_nonzero(self._resets)) - self.steps_under_way
+        return int(np.count_nonzero(~(self._resets | self._has_come))) - self.steps_under_way
 
     # Recording
 
@@ -142,27 +144,29 @@ class ReadyLane(Lane):
 
         The turn has the slots that were under way: of the others all has been seen.
         """
-        under_way, self.has_stopped = self.layout.num_slots - len(self.episodes), True
+        under_way = self.layout.num_slots - len(self.episodes)
         if under_way:
             self._begin_turn(*joined_answers(self._received(under_way)))
+        self.has_stopped = True
         return bool(under_way)
 
     def _take_in(self, answer: tuple[Any, ...]) -> tuple[Slots, Tree]:
         """Write all but the observations of answers, and move their slots on; the slots and their observations."""
         observations, rewards, terminateds, truncateds, infos, slots = answer
-        places, count = self._places[slots], len(slots)
+        places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
         self._put(Columns.REWARDS, places, rewards)
-        self._places[slots] = places + self.layout.num_slots
-        self._answers += count
-        self.num_steps += count
-        if infos:
-            self._keep_infos(slots, infos)
-        has_ends = 1 in terminateds.tobytes() or 1 in truncateds.tobytes()
-        were_reset = self._resets[slots]
-        if 1 in were_reset.tobytes():
+        has_begun = 1 in were_reset.tobytes()
+        if has_begun:
             begun = slots[were_reset]
             check_reset_rewards(begun, rewards[were_reset])
             self.num_steps -= len(begun)
+        # What raised so far was not taken in: it counts as under way.
+        self._places[slots] = places + self.layout.num_slots
+        self._has_come[slots] = True
+        self._answers += count
+        self.num_steps += count
+        has_ends = 1 in terminateds.tobytes() or 1 in truncateds.tobytes()
+        if has_begun:
             self.episode_start[begun] = self.at[begun]
             self.episode_number[begun] += 1
             self._resets[begun] = False
@@ -172,6 +176,8 @@ class ReadyLane(Lane):
             self._put(Columns.TERMINATEDS, places, terminateds)
             self._put(Columns.TRUNCATEDS, places, truncateds)
             self._resets[slots] |= terminateds | truncateds
+        if infos:
+            self._keep_infos(slots, infos)
         return slots, observations
 
     def _received(self, count: int) -> list[tuple[Slots, Tree]]:
@@ -191,6 +197,7 @@ class ReadyLane(Lane):
             assert given is not None
             observations = given.cast(observations, len(slots))
         self.episodes = LaneEpisodes(self, slots, observations, is_settled=is_settled)
+        self._has_come[:] = False
 
     def _take_observations(self, observations: Tree) -> None:
         self._begin_turn(self.everyone, observations)

@@ -199,13 +199,24 @@ def test_what_does_not_work_is_refused(pool: Callable[[], Any], options: Any, me
         next(iter(r.fragments()))
 
 
-def test_an_error_of_the_pool_names_lane_and_step() -> None:
-    pool = pool_of(4, 2)
-    with Rollout(pool, module=NumberedModule(), fragment_length=4) as rollout:
-        fragments = iter(rollout.fragments())
-        handed: list[Fragment] = [next(fragments)]
-        pool.config = {"batch_size": 5}  # it would wait for ever
-        with pytest.raises(AssertionError) as raised:
-            next(fragments)
-    assert "lane 0, vector step 4" in raised.value.__notes__
-    assert rollout.lost == {"failed": steps_made(pool) - handed[0].num_steps}
+@pytest.mark.parametrize("call", range(10))
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_an_error_of_the_pool_names_its_place_and_no_step_is_lost_twice(call: int, batch_size: int) -> None:
+    """A fragment has two vector steps here, so that calls fail within it, and where all are waited for."""
+    pool = pool_of(6, batch_size)
+    usual, calls, handed = pool.recv, 0, list[Fragment]()
+
+    def recv() -> Any:
+        nonlocal calls
+        calls += bool(handed)
+        if calls > call:
+            raise OSError("the simulator has ended")
+        return usual()
+
+    pool.recv = recv  # type: ignore[method-assign]
+    rollout = Rollout(pool, module=NumberedModule(), fragment_length=2)
+    with rollout, pytest.raises(OSError, match="the simulator has ended") as raised:
+        for fragment in rollout.fragments():
+            handed.append(fragment)
+    assert any(note.startswith("lane 0, vector step ") for note in raised.value.__notes__)
+    assert steps_made(pool) == sum(fragment.num_steps for fragment in handed) + rollout.lost["failed"]
