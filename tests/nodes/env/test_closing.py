@@ -13,6 +13,7 @@ from numbered_env import NumberedEnv
 
 from rollflow import MultiAgentRollout, Rollout
 from rollflow.nodes import EnvHost, PrevActionsPrevRewards, RandomModule, RolloutHost
+from rollflow.nodes.env.environments import kind_of
 from rollflow.stream.data.errors import EnvError
 
 
@@ -88,6 +89,21 @@ def test_environments_made_before_one_that_can_not_be_made_are_closed(kind: Any,
         with pytest.raises(EnvError, match=r"expected to make a .*Env, raised ZeroDivisionError"):
             kind([*makers[:3], failing], lanes=lanes)
         assert [env.closed for env in envs] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("made", [of_one, of_several])
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_the_first_environment_which_tells_the_kind_is_closed_unless_it_is_used(
+    made: Any, is_listed: bool, is_used: bool
+) -> None:
+    envs, makers = made(count=1)
+    with kind_of(makers if is_listed else makers[0]) as (kind, given):
+        assert kind.has_several is (made is of_several)
+        if is_used:
+            assert (given[0] if is_listed else given)() is envs[0]
+        assert not envs[0].closed
+    assert envs[0].closed is not is_used
 
 
 @KINDS

@@ -21,6 +21,7 @@ from rollflow.nodes.env.remote.hosted_node import HostWait
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dial_wait import DialWait
+from rollflow.stream.net.dialler import dial
 from rollflow.stream.wire import Limits, parse_address
 
 Answer = Callable[[], list[tuple[str, int]]]
@@ -199,3 +200,11 @@ def test_a_host_that_dials_in_vain_can_be_stopped(names: dict[str, Answer], hang
             assert connected.result(60) == "stopped"
         finally:
             hang.released.set()
+
+
+def test_a_socket_that_can_not_be_connected_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = socket.socket(socket.AF_UNIX)
+    monkeypatch.setattr(socket, "socket", lambda *kind: made)
+    with pytest.raises(FileNotFoundError):
+        dial((socket.AF_UNIX, socket.SOCK_STREAM, 0, "", str(tmp_path / "nobody")))
+    assert made.fileno() == -1

@@ -89,6 +89,25 @@ def test_a_host_that_breaks_the_protocol_is_told_so_and_leaves(name: str, tmp_pa
         kind.check_laws(rollout, of_others, tmp_path, 2)
 
 
+@pytest.mark.parametrize("kind", [ONE, SEVERAL])
+def test_an_error_as_rows_are_recorded_names_lane_and_vector_step(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], kind.makers(tmp_path, 0)), kind.rollout_over(envs) as rollout:
+
+        def record(of_kind: Any, lane: Any, stepped: Any) -> None:
+            raise ZeroDivisionError("in recording")
+
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        monkeypatch.setattr(type(rollout.environments.kind), "record", record)
+        with pytest.raises(ZeroDivisionError, match="in recording") as caught:
+            list(fragments)
+        [step] = [lane.vector_steps for lane in rollout.environments.lanes]
+        assert f"lane 0, vector step {step}" in caught.value.__notes__
+
+
 STRANGERS: dict[str, tuple[Kind, Any, str, str]] = {
     "one agent": (
         SEVERAL,
