@@ -34,7 +34,7 @@ BUDGETS = {  # folder -> code lines, classes
         673,
         8,
     ),  # environments of tensors, with checks of their own; columns on a device; faults on a device
-    "nodes/env": (1993, 28),  # TorchEnvs named; agents, arrays, environments numbered once made; checked pools
+    "nodes/env": (1999, 28),  # TorchEnvs named; agents, arrays, environments numbered once made; checked pools
     "nodes/env/remote": (1680, 18),  # a lane on a host is its own record
     "nodes/env/workers": (1818, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from rollflow.nodes.env.async_pool import AsyncPool
+from rollflow.nodes.env.async_pool import AsyncPool, SlotAnswers
 from rollflow.nodes.env.env_source import (
     Autoreset,
     check_same_space,
@@ -200,7 +200,15 @@ class Environments(LaneSource):
         if not isinstance(here := self._here[index - self._first_lane], AsyncPool):
             return super()._lane(index, envs, first_slot)
         layout = ONE_AGENT.layout(self, index, envs, self.seed)
-        return ReadyLane(index, layout, self.observation_space, here.receive, is_shared=self.is_shared)
+        receive = partial(self._receive, index, here)
+        return ReadyLane(index, layout, self.observation_space, receive, is_shared=self.is_shared)
+
+    def _receive(self, index: int, pool: AsyncPool) -> SlotAnswers:
+        """Receive answers that a lane waits for while it records, or at the end: the stall doctor names it."""
+        self._steps_lane = index
+        answers = pool.receive()
+        self._steps_lane = -1
+        return answers
 
 
 def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:

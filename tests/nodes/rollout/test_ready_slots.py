@@ -242,3 +242,21 @@ def test_an_error_of_the_pool_names_its_place_and_no_step_is_lost_twice(call: in
             handed.append(fragment)
     assert any(note.startswith("lane 0, vector step ") for note in raised.value.__notes__)
     assert steps_made(pool) == sum(fragment.num_steps for fragment in handed) + rollout.lost["failed"]
+
+
+@pytest.mark.parametrize("fragment_length", [1, 4])
+def test_the_stall_doctor_names_the_lane_wherever_answers_are_awaited(fragment_length: int) -> None:
+    pool = pool_of(6, 1)
+    usual, told = pool.recv, list[tuple[str, ...]]()
+
+    def recv() -> Any:
+        told.append(tuple(f"{wait.where} {wait.doing}" for wait in rollout.environments.at_work("env")))
+        return usual()
+
+    pool.recv = recv  # type: ignore[method-assign]
+    rollout = Rollout(pool, module=NumberedModule(), fragment_length=fragment_length, num_fragments=2)
+    with rollout:
+        list(rollout.fragments())
+        assert not list(rollout.environments.at_work("env"))
+    assert {*told[:6]} == {("lane 0 is in reset()",)}
+    assert {*told[6:]} == {("lane 0 is in step()",)}
