@@ -209,7 +209,7 @@ class ReadyLane(Lane):
             column, slots = self.fragment.columns[name], self.layout.num_slots
             values = column.cast(values, len(places))
             if isinstance(column.tree, np.ndarray):
-                rows = column.tree.reshape(-1, *column.tree.shape[2:])
+                rows = column.tree.reshape(self.layout.num_slots * len(column.tree), *column.tree.shape[2:])
                 self._flat[name] = rows, rows.dtype, values.shape
             column.write_items(places // slots, places % slots, values)
             return values

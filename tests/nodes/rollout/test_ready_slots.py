@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from drawn_rollouts import Setting, drawn_settings, rollout_of
 from fragment_equality import assert_alike
 from gymnasium.vector import AutoresetMode
@@ -17,7 +18,7 @@ from property_examples import examples
 from stand_in_pool import StandInPool
 from ways import WAYS
 
-from rollflow import ConnectorV2, Forward, Fragment, Rollout
+from rollflow import ConnectorV2, Forward, Fragment, RLModule, Rollout
 from rollflow.nodes.offloaded.fragment_message import fragment_of, message_of
 from rollflow.stream.data.errors import EnvError, WireError
 
@@ -260,3 +261,26 @@ def test_the_stall_doctor_names_the_lane_wherever_answers_are_awaited(fragment_l
         assert not list(rollout.environments.at_work("env"))
     assert {*told[:6]} == {("lane 0 is in reset()",)}
     assert {*told[6:]} == {("lane 0 is in step()",)}
+
+
+class Blind(gym.Env[Any, Any]):
+    """Sees nothing: an observation has no numbers."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (0,)), gym.spaces.Discrete(7)
+
+    def reset(self, **kwargs: Any) -> Any:
+        return np.zeros(0, np.float32), {"number": 0}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(0, np.float32), 1.0, False, False, {"number": 0}
+
+
+class Guesses(RLModule):
+    def _forward(self, batch: Any, **kwargs: Any) -> Any:
+        return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 7)}
+
+
+def test_observations_may_have_no_numbers() -> None:
+    pool = StandInPool([Blind() for _ in range(4)], 2)
+    with Rollout(pool, module=Guesses(), fragment_length=4, num_fragments=2) as rollout:
+        assert [fragment.num_steps for fragment in rollout.fragments()] == [16, 16]
