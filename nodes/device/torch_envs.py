@@ -18,7 +18,7 @@ from rollflow.nodes.env.stepping import Stepped
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.space import leaves_within
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 _FINAL = ("final_obs", "final_observation")  # names of last observations, in infos
 _STEP_GIVES = {4: ("observations", "rewards", "dones", "extras"), 5: tuple(f"{name}s" for name in STEP_GIVES)}
@@ -230,10 +230,9 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         """The last observations, any[N, ...], shaped as the newest ones are. Raises EnvError for others."""
         try:
             last = self._observed(given, {})
-            pairs = zip(leaves_of(last), leaves_of(now), strict=True)
-            if structure_of(last) == structure_of(now) and all(one.shape == other.shape for one, other in pairs):
+            if _are_alike(last, now):
                 return last
-        except (EnvError, ValueError):
+        except EnvError:
             pass
         expected = f"{shown(now)}: a row for each of the {self.num_envs} slots, whether its episode ended or not"
         raise EnvError(f"{name} is {shown(given)}, expected {expected}").see("autoreset")
@@ -291,6 +290,17 @@ def _actions_in(space: Any) -> gym.Space[Any]:
                 f"{leaf.path} is a Box of {leaf.dtype}, expected Discrete or MultiDiscrete, or one of floats"
             )
     return space
+
+
+def _are_alike(one: Tree, other: Tree) -> bool:
+    """True for two trees of tensors of one structure and the same shapes."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape
+    if type(one) is not type(other) or len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and _are_alike(part, other[key]) for key, part in one.items())
+    return all(map(_are_alike, one, other))
 
 
 def _mapping(name: str, extras: Any) -> Mapping[str, Any]:

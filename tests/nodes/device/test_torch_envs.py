@@ -387,3 +387,27 @@ def test_a_rollout_names_torch_envs_for_environments_of_tensors(make: Callable[[
         play()
     texts = [str(caught.value), *caught.value.__notes__] if hasattr(caught.value, "__notes__") else [str(caught.value)]
     assert any("write TorchEnvs(env)" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("last", "is_given"),
+    [
+        ({"a": ROW, "b": (ROW,)}, True),
+        ({"b": [ROW], "a": ROW}, True),
+        ({"a": ROW, "b": ROW}, False),
+        ({"a": ROW, "c": (ROW,)}, False),
+        ({"a": ROW}, False),
+        ({"a": ROW, "b": (ROW, ROW)}, False),
+        ({"a": ROW, "b": (ROW[:1],)}, False),
+    ],
+)
+def test_last_observations_are_trees_like_the_others(last: Any, is_given: bool) -> None:
+    seen = {"a": ROW, "b": (ROW,)}
+    env = TorchEnvs(Plain(seen, (seen, ONES, ONES, ONES, {"final_obs": last})), action_space=ACTIONS)
+    if is_given:
+        assert env.step_tensors(torch.zeros(2, 2)).final is not None
+    else:
+        with pytest.raises(
+            EnvError, match=r"infos\['final_obs'\] is {'a': .*, expected {'a': Tensor .*: a row for each"
+        ):
+            env.step_tensors(torch.zeros(2, 2))
