@@ -16,6 +16,7 @@ from rollflow.nodes.device.lane import DeviceLane
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.environments import ONE_AGENT, Environments
 from rollflow.nodes.env.lane_source import check_apart
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, EnvError, ModuleError, shown
 
 
@@ -69,6 +70,13 @@ class DeviceEnvironments(Environments):
     def describe(self) -> str:
         """Lanes and slots, and where they are, for `explain()`."""
         return f"{super().describe()} {'on' if self.is_there else 'copied to the host from'} {self.device}"
+
+    def hand_over(self, lane: Any) -> Any:
+        lane = super().hand_over(lane)
+        if not self.is_there and lane is not None and lane.ended is not None:
+            if self.envs[lane.index - self._first_lane].is_last_missing:
+                lane.ended.repeat(lane.fragment.columns[Columns.OBS])  # as lanes on a device do
+        return lane
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         made: Any = super()._made(env, num_envs, lanes)

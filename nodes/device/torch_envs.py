@@ -41,8 +41,9 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         group                the one group of observations to be used; None: all of them, as a Dict space
         allow_host_copies    whether each step may be copied to the host where the rollout can't stay on the device
 
-    device         of all tensors
-    last_extras    what the newest step gave beside its values: extras or infos. Rollouts record no infos of tensors
+    device             of all tensors
+    is_last_missing    whether `step` knew no last observations where episodes last ended
+    last_extras        what the newest step gave beside its values: extras or infos. Rollouts record no infos of tensors
 
     Observations are trees of tensors any[N, ...]. Where `env` gives last observations of ended episodes, as
     `infos["final_obs"]` or `infos["final_observation"]`, they are recorded; else the observation before stands for the
@@ -72,6 +73,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             raise EnvError(f"group is {shown(group)}, expected the name of one group, or None for all of them")
         self.env, self.group, self.allow_host_copies = env, group, allow_host_copies
         self.last_extras: Mapping[str, Any] = {}
+        self.is_last_missing = False
         if isinstance(env, type):
             raise EnvError(f"env is the class {env.__name__}, expected an instance of it")
         self._is_rsl_rl = hasattr(env, "get_observations") and hasattr(env, "num_actions")
@@ -150,6 +152,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         terminateds, truncateds, rewards = map(_array, (stepped.terminateds, stepped.truncateds, stepped.rewards))
         infos = {}
         if terminateds.any() or truncateds.any():
+            self.is_last_missing = stepped.final is None
             infos["final_obs"] = self._before if stepped.final is None else map_tree(_array, stepped.final[0])
         self._before = map_tree(_array, stepped.observations)
         return self._before, rewards, terminateds, truncateds, infos

@@ -66,6 +66,8 @@ class LaneMaker:
         Raises EnvError when it can't be made, has another autoreset mode, or spaces that have no columns.
         """
         if self.ready is not None:
+            if getattr(self.ready, "unwrapped", None) is not self.ready:
+                _refuse_hidden_tensors(self.ready)
             _check_mode(self.ready, self.autoreset_mode, "this vector environment")
             _check_spaces(self.ready, "the vector environment")
             return self.ready
@@ -73,6 +75,7 @@ class LaneMaker:
         with closing_on_error(made.close):
             name = f"slot {self.first_slot}" if self.spec is None else f"environment '{self.spec.id}'"
             _check_spaces(made, name)
+            _refuse_hidden_tensors(made)
         return made
 
     def lane_env(self, deviations: Deviations, where: str = "", *, may_be_async: bool = False) -> Any:
@@ -131,6 +134,15 @@ class LaneMaker:
         # Without gymnasium's checks, which rollflow's way to step it never fails.
         unchecked = replace(spec, disable_env_checker=True, order_enforce=False)
         return [partial(_made_of, spec), *[partial(_made_of, unchecked)] * (self.num_envs - 1)]
+
+
+def _refuse_hidden_tensors(env: Any) -> None:
+    """Raise EnvError for a TorchEnvs that a callable made, or a wrapper is around, unless it allows host copies."""
+    if not getattr(getattr(env, "unwrapped", None), "allow_host_copies", True):
+        raise EnvError(
+            f"{shown(env)} would have each step copied to the host: a callable made it, or a wrapper is around it; "
+            "expected the TorchEnvs itself, or one with allow_host_copies=True"
+        ).see("device")
 
 
 def _space_of(env: Any, attribute: str, name: str) -> gym.Space[Any]:

@@ -234,7 +234,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         """Run the pipeline over the last observations of the episodes that have just ended."""
         ended = lane.ended
         assert ended is not None
-        if self.pipeline.changes_episodes:
+        if self.pipeline.changes_episodes and not ended.is_repeated:
             ended.settle(lane.observation_spaces[0])
             shared_data = dict(lane.shared_data)
             self.pipeline.run(self._module, {}, ended, self._explore, shared_data, self._metrics)

@@ -104,6 +104,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     """
 
     counted: Any = None
+    is_repeated = False  # True: last observations are not known, and those recorded before stand for them
 
     def __init__(
         self,
@@ -354,6 +355,11 @@ class EndedEpisodes(LaneEpisodes):
         """Take the last observations as pieces have left them in `shown`, which may have ongoing episodes as well."""
         for slot in filter(self.shows, shown.slots.tolist()):
             self.set_observation(slot, shown.observation(slot))
+
+    def repeat(self, column: Column) -> None:
+        """Have the observations recorded before stand for the last ones, which pieces are not shown again."""
+        self.is_repeated = True
+        self.show(map_tree(lambda leaf: leaf[self.rows, self.slots], column.tree), is_settled=True)
 
     def final(self, column: Column) -> Final:
         """Record of the last observations, in the dtypes of their column. Raises ColumnError where they don't fit."""

@@ -216,7 +216,7 @@ class Doubled(ConnectorV2):
     columnar = on_device = True
 
     def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        episodes.set_observations(episodes.observations() * 2)
+        episodes.set_observations(map_tree(lambda leaf: leaf * 2, episodes.observations()))
         return batch
 
 
@@ -229,15 +229,16 @@ PIECES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pieces", PIECES)
-def test_pieces_give_what_they_give_of_arrays_and_read_nothing(pieces: str) -> None:
+def test_pieces_give_what_they_give_of_arrays_and_read_nothing(pieces: str, form: str) -> None:
     def made(*more: Any) -> tuple[list[Any], list[str]]:
         learner = [FrameStacking(num_frames=3, as_learner_connector=True)] if pieces == "stacks" else []
         options: dict[str, Any] = {
             "env_to_module_connector": lambda env: [*more, *pieces_of(PIECES[pieces](), "pieces")],
             "learner_connector": lambda obs, act: learner,
         }
-        env = FORMS["VectorEnv"](NumberedTensors(3), allow_host_copies=True)
+        env = FORMS[form](NumberedTensors(3), allow_host_copies=True)
         with Rollout(env, fragment_length=24, num_fragments=2, seed=3, **options) as rollout:
             iterator = rollout.fragments()
             fragments = [next(iterator)]
@@ -320,6 +321,8 @@ PIECE = {"env_to_module_connector": of_arrays}
             "where is 'threads', but a TorchEnvs steps in the loop's",
         ),
         (lambda env: Rollout(env, where="auto"), EnvError, "where is 'auto', but a TorchEnvs"),
+        (lambda env: Rollout(lambda: env), EnvError, "each step copied to the host: a callable made it, or a wrapper"),
+        (lambda env: Rollout(gym.vector.VectorWrapper(env)), EnvError, "expected the TorchEnvs itself"),
         (lambda env: MultiAgentRollout(env), EnvError, "a TorchEnvs has one agent in each environment"),
         (
             lambda env: Rollout([env, FORMS["plain"](NumberedTensors(2, "meta"))]),
