@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_PLAIN = frozenset({bool, int, float, str, type(None), *np.sctypeDict.values()})  # types that need no copy
+
 
 class SlotInfos(Mapping[str, Any]):
     """One info dict for each slot, a copy of the environment's; as a mapping it is empty. False if all dicts are.
@@ -22,7 +24,9 @@ class SlotInfos(Mapping[str, Any]):
 
     def __init__(self, infos: Sequence[Mapping[str, Any]] = (), count: int | None = None) -> None:
         self.count = len(infos) if count is None else count
-        self.of_slots: dict[int, dict[str, Any]] = {slot: copied(dict(info)) for slot, info in enumerate(infos) if info}
+        self.of_slots: dict[int, dict[str, Any]] = {
+            slot: copied(info if type(info) is dict else dict(info)) for slot, info in enumerate(infos) if info
+        }
 
     @property
     def dicts(self) -> list[dict[str, Any]]:
@@ -49,10 +53,7 @@ class SlotInfos(Mapping[str, Any]):
 def copied(value: Any) -> Any:
     """A deep copy of a value of infos, through arrays any[...], dicts, lists and tuples: environments reuse theirs."""
     if type(value) is dict:
-        return {
-            key: part.copy() if type(part) is np.ndarray and not part.dtype.hasobject else copied(part)
-            for key, part in value.items()
-        }
+        return {key: part if type(part) in _PLAIN else copied(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
         array = value.copy()
         if value.dtype.hasobject:
