@@ -57,12 +57,9 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1679, 13),
-    "stream/fragments": (
-        1594,
-        24,
-    ),  # ready slots, and what they await; columns on a device; sums over chunks; last ones repeated
+    "stream/fragments": (1599, 24),  # ready slots, what they await; columns on a device; infos of agents' lanes
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
-    "stream/multi_agent": (1397, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
+    "stream/multi_agent": (1387, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
     "stream/wire": (1056, 24),

@@ -25,7 +25,7 @@ from rollflow.stream.data.blocks import BlockLayout, BlockPool, PrivateBlock, Sh
 from rollflow.stream.data.column import Column, write_row
 from rollflow.stream.data.columns import ONE_EACH, Columns
 from rollflow.stream.data.errors import ColumnError, EnvError, more_than_one
-from rollflow.stream.data.infos import copied
+from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
@@ -329,6 +329,21 @@ class SlotLane:
 
     # Inside
 
+    def _infos_in(self, fragment: Fragment, row: int) -> SlotInfos:
+        """The infos of a fragment's row, slot by slot."""
+        there = fragment.infos[row]
+        if not isinstance(there, SlotInfos):
+            there = fragment.infos[row] = SlotInfos(count=self.layout.num_slots)
+        return there
+
+    def _copy_infos(self, new: Fragment, stops: NDArray[np.int64]) -> None:
+        """Copy infos of the last H rows before `stops`, i64[N], and at these, into the first rows of a fragment."""
+        lookback = self.layout.lookback
+        for row, infos in enumerate(self.fragment.infos):
+            for slot, info in infos.of_slots.items() if isinstance(infos, SlotInfos) else ():
+                if 0 <= (to := row - int(stops[slot]) + lookback) <= lookback:
+                    self._infos_in(new, to).of_slots[slot] = info
+
     def _of_each(self, number: int) -> Any:
         """A number for each slot, i64[N]."""
         return np.full(self.layout.num_slots, number)
@@ -471,10 +486,8 @@ class Lane(SlotLane):
         The first call fixes the names and types of the extra outputs; `policy_version` is added to them.
         """
         columns, row = self.fragment.columns, self.row
-        if self._outputs is None:
-            self._add_extra_columns(outputs)
         if outputs.keys() != self._outputs:
-            raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
+            self._take_outputs(outputs)
         write_row(columns, row, outputs)
         if self.policy_version != self._version_written or self.at_start:
             # Later rows are written too: versions change seldom.
@@ -679,6 +692,13 @@ class Lane(SlotLane):
         vars(self).pop("episodes", None)  # which refer to the lane
 
     # Inside
+
+    def _take_outputs(self, outputs: Mapping[str, Tree]) -> None:
+        """Add columns for the first outputs. Raises ColumnError for others than these later, and without actions."""
+        if self._outputs is None:
+            self._add_extra_columns(outputs)
+        if outputs.keys() != self._outputs:
+            raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
 
     def _add_extra_columns(self, outputs: Mapping[str, Tree]) -> None:
         self._outputs = {Columns.ACTIONS, *outputs}

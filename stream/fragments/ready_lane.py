@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.infos import SlotInfos, copied, info_of
+from rollflow.stream.data.infos import copied, info_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
-from rollflow.stream.fragments.lane import Lane, check_reset_rewards, outputs_error
+from rollflow.stream.fragments.lane import Lane, check_reset_rewards
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 Slots = NDArray[np.int64]
@@ -95,10 +95,8 @@ class ReadyLane(Lane):
 
     def record_actions(self, outputs: Mapping[str, Tree]) -> None:
         """Write `actions` and every extra output, trees of arrays `any[K, ...]`, for the turn's slots; see `Lane`."""
-        if self._outputs is None:
-            self._add_extra_columns(outputs)
         if outputs.keys() != self._outputs:
-            raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
+            self._take_outputs(outputs)
         for name, values in outputs.items():
             self._put(name, self._turn, values)
         if self.policy_version != self._version_written or self.at_start:
@@ -221,11 +219,6 @@ class ReadyLane(Lane):
             if info := info_of(infos, place):
                 self._infos_in(self.fragment, row).of_slots[slot] = copied(info)
 
-    def _infos_in(self, fragment: Fragment, row: int) -> SlotInfos:
-        if not isinstance(fragment.infos[row], SlotInfos):
-            fragment.infos[row] = SlotInfos(count=self.layout.num_slots)
-        return fragment.infos[row]  # type: ignore[return-value]
-
     # Reading and writing by connector pieces
 
     def shown_with(self, slot: int) -> LaneEpisodes | None:  # type: ignore[override]  # slots that are under way
@@ -269,10 +262,7 @@ class ReadyLane(Lane):
         new = self._fragment(old.sequence + 1, new_columns, Fragment)
         new.episode_start[self._resets] = lookback + 1
         new.episode_number[self._resets] += 1
-        for row, infos in enumerate(old.infos):
-            for slot, info in infos.of_slots.items() if isinstance(infos, SlotInfos) else ():
-                if 0 <= (to := row - int(stops[slot]) + lookback) <= lookback:
-                    self._infos_in(new, to).of_slots[slot] = info
+        self._copy_infos(new, stops)
         self._hand_on(new, stops)
         old.seal_at(stops)
         self._places = self.everyone + lookback * self.layout.num_slots

@@ -420,7 +420,7 @@ class AgentLane(SlotLane):
         new.module_of[:] = self.module
         self.episode_start -= self.at - lookback
         new.episode_start[:] = self.episode_start
-        self._copy_infos(old, new)
+        self._copy_infos(new, self.at)
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(map(self.module_id, range(len(self.modules)))), self._outputs_by_id()
         self._hand_on(new, self.at)
@@ -666,21 +666,6 @@ class AgentLane(SlotLane):
                 name: column for name, column in before.items() if names.get(name) == column
             }
         return by_id
-
-    def _infos_in(self, fragment: AgentFragment, row: int) -> SlotInfos:
-        there = fragment.infos[row]
-        if not isinstance(there, SlotInfos):
-            there = fragment.infos[row] = SlotInfos(count=self.layout.num_slots)
-        return there
-
-    def _copy_infos(self, old: AgentFragment, new: AgentFragment) -> None:
-        moved = self.at - self.layout.lookback
-        for row, infos in enumerate(old.infos):
-            if isinstance(infos, SlotInfos):
-                for slot, info in infos.of_slots.items():
-                    to = row - int(moved[slot])
-                    if 0 <= to <= self.layout.lookback:
-                        self._infos_in(new, to).of_slots[slot] = info
 
 
 def _grouped(modules: NDArray[np.int16], slots: Slots) -> list[tuple[int, Slots]]:
