@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from hypothesis import given, strategies
 from torch import Tensor
 
 from rollflow.nodes import LambdaConnector
@@ -15,6 +16,16 @@ LENGTHS = (3, 1, 5, 2)  # of episodes: slot s's episode e has LENGTHS[(s + e) % 
 NUM_ACTIONS = 2
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACTIONS = gym.spaces.Box(-np.inf, np.inf, (NUM_ACTIONS,), np.float32)
+
+# A test is called with settings of a rollout and of its `NumberedTensors`.
+drawn_rollouts = given(
+    num_envs=strategies.integers(1, 5),
+    lengths=strategies.lists(strategies.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    gives_final=strategies.booleans(),
+    fragment_length=strategies.integers(1, 8),
+    lookback=strategies.integers(0, 3),
+    seed=strategies.integers(0, 99),
+)
 
 
 class NumberedTensors:

@@ -13,9 +13,9 @@ from feeding_rollouts import fed, trainer
 from fragment_equality import assert_alike
 from gymnasium.vector import SyncVectorEnv
 from host_reads import counting_reads
-from hypothesis import given, settings, strategies
+from hypothesis import settings
 from property_examples import examples
-from tensor_envs import ACTIONS, OBSERVATIONS, ManiSkillEnv, NumberedTensors, RslRlEnv, of_arrays
+from tensor_envs import ACTIONS, OBSERVATIONS, ManiSkillEnv, NumberedTensors, RslRlEnv, drawn_rollouts, of_arrays
 
 from rollflow import (
     Columns,
@@ -57,16 +57,6 @@ def gae(observation_space: Any, action_space: Any) -> Any:
 def bootstrapped(fragment: Any) -> Any:
     """The column `bootstrap_from` of a fragment on a device, which its host's then lacks."""
     return fragment.host.columns.pop(Columns.BOOTSTRAP_FROM).tree[fragment.first_row : fragment.last_row]
-
-
-drawn_rollouts = given(
-    num_envs=strategies.integers(1, 5),
-    lengths=strategies.lists(strategies.integers(1, 6), min_size=1, max_size=4).map(tuple),
-    gives_final=strategies.booleans(),
-    fragment_length=strategies.integers(1, 8),
-    lookback=strategies.integers(0, 3),
-    seed=strategies.integers(0, 99),
-)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,9 +12,18 @@ from fragment_equality import assert_alike
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from host_reads import counting_reads
-from hypothesis import given, settings, strategies
+from hypothesis import settings
 from property_examples import examples
-from tensor_envs import ACTIONS, OBSERVATIONS, Groups, ManiSkillEnv, NumberedTensors, RslRlEnv, of_arrays
+from tensor_envs import (
+    ACTIONS,
+    OBSERVATIONS,
+    Groups,
+    ManiSkillEnv,
+    NumberedTensors,
+    RslRlEnv,
+    drawn_rollouts,
+    of_arrays,
+)
 
 from rollflow import Columns, GeneralAdvantageEstimation, Rollout
 from rollflow.nodes.device.torch_envs import TorchEnvs
@@ -62,14 +71,7 @@ def fragments_of(env: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=examples(60))
-@given(
-    num_envs=strategies.integers(1, 5),
-    lengths=strategies.lists(strategies.integers(1, 6), min_size=1, max_size=4).map(tuple),
-    gives_final=strategies.booleans(),
-    fragment_length=strategies.integers(1, 8),
-    lookback=strategies.integers(0, 3),
-    seed=strategies.integers(0, 99),
-)
+@drawn_rollouts
 def test_a_rollout_records_what_the_environment_numbered(
     form: str, num_envs: int, lengths: tuple[int, ...], gives_final: bool, seed: int, **options: int
 ) -> None:
