@@ -22,7 +22,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes": (165, 0),  # keywords checked in one place
     "nodes/connectors": (598, 6),  # named pieces, which stood in alpha and in pipelines; pieces for a device
     "nodes/connectors/alpha": (466, 22),
-    "nodes/connectors/common": (674, 10),  # pieces over tensors; faults on a device
+    "nodes/connectors/common": (675, 10),  # pieces over tensors; faults on a device; stacks out of place
     "nodes/connectors/env_to_module": (563, 9),  # pieces over tensors; faults on a device
     "nodes/connectors/learner": (609, 11),  # pieces over tensors; infos that tensors lack
     "nodes/connectors/module_to_env": (669, 14),  # logits found usable in one look; over tensors; faults on a device
@@ -44,8 +44,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1728, 33),  # logits that are no floats refused; passes over dicts; faults on a device
     "nodes/offloaded": (1908, 29),  # rows after which slots end
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1586, 21),  # columns on a device
-    "nodes/stages": (2037, 26),  # columns on a device; lanes whose actions have stopped; faults on a device
+    "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
+    "nodes/stages": (2038, 26),  # columns and faults on a device; lanes whose actions have stopped; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (103, 0),  # a public name more

@@ -146,10 +146,18 @@ class Watch:
 
 _RECORDS: dict[str, type[Forward | Timeouts | Watch]] = {"forward": Forward, "timeouts": Timeouts, "watch": Watch}
 
-# Keyword that no rollout has -> what is to be written instead.
+# Keyword that no rollout has -> what is to be written instead; some are other engines' words.
 _ELSEWHERE = {
     "complete_episodes": "rollout.batches(complete_episodes=…) or fragments(complete_episodes=…)",
     "policy": "module=…",
+    **dict.fromkeys(("num_steps", "n_steps", "horizon"), "'fragment_length', the steps of each environment"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "frames_per_batch"),
+        "'fragment_length': a batch has so many steps of each environment",
+    ),
+    **dict.fromkeys(("total_timesteps", "total_frames"), "'num_fragments', or a loop that ends"),
+    **dict.fromkeys(("gamma", "gae_lambda"), "learner_connector=lambda *_: GeneralAdvantageEstimation(gamma=…)"),
+    "num_env_runners": "'workers'",
 }
 
 

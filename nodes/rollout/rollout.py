@@ -291,7 +291,8 @@ class PublishCheck:
     def _changes(self) -> int:
         if not hasattr(self._module, "parameters"):
             return 0
-        return sum(int(parameter._version) for parameter in self._module.parameters())
+        # Parameters made in torch.inference_mode() have no version, and nothing trains them.
+        return sum(int(each._version) for each in self._module.parameters() if not each.is_inference())
 
 
 def rollout_of(policy: Policy, env: Any, **options: Any) -> Rollout:

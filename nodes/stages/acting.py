@@ -164,7 +164,7 @@ def acting_for(
     before = pieces_given(env_to_module_connector, "env_to_module_connector", env, spaces=spaces)
     after = pieces_given(module_to_env_connector, "module_to_env_connector", env, spaces=spaces)
     seen = left_by(before, spaces)
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):  # inference tensors take no weights
         torch.default_generator.manual_seed(seed_for(seed, "weights"))  # the one that is restored
         made = module_for(module, model_config, *seen)
     if home is not None and (module is None or _makes_modules(module)):
@@ -397,7 +397,8 @@ def _check_space(module: Any, space: gym.Space[Any]) -> None:
 def acting_copy(module: Any, device: Any = None) -> Any:
     """A copy of a module that acts, that `publish` alone changes: in evaluation mode, on the device if one is given."""
     try:
-        acting = copy.deepcopy(module)
+        with torch.inference_mode(False):
+            acting = copy.deepcopy(module)
     except Exception as error:
         raise ModuleError(
             f"module '{type(module).__name__}' can't be copied: {error}; a copy of it acts, so that training the one "

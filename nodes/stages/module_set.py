@@ -371,7 +371,7 @@ class AgentsActing:
         part = self._part_for(module_id, module)
         if part is None:
             return module
-        with torch.random.fork_rng(devices=[]), located(f"module '{module_id}'"):
+        with torch.inference_mode(False), torch.random.fork_rng(devices=[]), located(f"module '{module_id}'"):
             torch.default_generator.manual_seed(seed_for(self.seed, f"weights/{module_id}"))  # the one restored
             config = self.model_config if module is None else None
             made = module_for(module, config, *self.seen[part])

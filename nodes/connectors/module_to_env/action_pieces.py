@@ -527,8 +527,8 @@ class NormalizeAndClipActions(ConnectorV2):
     pipelines = ("module-to-env",)
     changes_episodes = False
 
-    normalize_actions: bool
-    clip_actions: bool
+    normalize_actions: bool = False
+    clip_actions: bool = True
 
     def __post_init__(self) -> None:
         self._bring: Bring | None = None  # set with the spaces; below, by agents

@@ -321,6 +321,11 @@ def test_an_error_in_a_state_says_whose() -> None:
         (ModuleToEnvPipeline, FlattenObservations, "expected in the env-to-module or learner pipeline"),
         (
             LearnerConnectorPipeline,
+            FrameStacking,
+            "FrameStacking is put into the learner pipeline, expected in the env",
+        ),
+        (
+            LearnerConnectorPipeline,
             MeanStdFilter,
             "MeanStdFilter is put into the learner pipeline, expected in the env",
         ),

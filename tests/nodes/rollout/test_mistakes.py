@@ -163,3 +163,12 @@ def test_what_a_mapping_of_agents_gave_is_told(mapping: Any, told: str) -> None:
     expected = rf"module '.': which agents it serves, .* gave for their ids \({told}"
     with pytest.raises(ModuleError, match=expected):
         MultiAgentRollout(lambda: NumberedAgents(0), module={"x": None, "y": None}, agent_to_module_mapping_fn=mapping)
+
+
+@torch.inference_mode()
+def test_a_rollout_made_in_inference_mode_takes_weights() -> None:
+    with Rollout("CartPole-v1", num_envs=2, fragment_length=4, num_fragments=3) as rollout:
+        versions = [
+            (batch["policy_version"][0], rollout.publish(rollout.module.state_dict())) for batch in rollout.batches()
+        ]
+    assert versions == [(0, 1), (1, 2), (2, 3)]

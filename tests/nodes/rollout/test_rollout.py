@@ -486,6 +486,7 @@ REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
             "'fragment_lenght', expected 'fragment_length'",
         ),
         ({"policy": None}, "Rollout has no keyword 'policy', expected module=…"),
+        ({"num_steps": 8}, "Rollout has no keyword 'num_steps', expected 'fragment_length'"),
         ({"xyz": 2}, r"Rollout has no keyword 'xyz', expected one of those in help\(Rollout\)"),
         ({"complete_episodes": True}, r"expected rollout.batches\(complete_episodes=…\) or fragments\(com"),
         ({"joint_connector": None}, "Rollout has no keyword 'joint_connector'"),
