@@ -1,14 +1,11 @@
 """Clients that ask and servers that answer: numbers, windows, and requests that come again after a cut."""
 
 import pytest
-from hypothesis import given, strategies as st
-from wire_ends import QueryEnds, taken_from
-from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, hello
+from wire_ends import QueryEnds
+from wire_messages import EXAMPLES, TOKEN
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-
-SAMPLER = hello(role="sampler", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
 
 
 def query(number: int, done: int = 0) -> wire.Query:
@@ -55,59 +52,3 @@ def test_requests_beyond_the_window_are_not_made_and_are_refused() -> None:
     server.take(query(3, done=1))
     with pytest.raises(WireError, match=r"query\.done is 4, expected less than 4"):
         server.take(query(4, done=4))
-
-
-@given(st.data())
-def test_whatever_is_cut_each_request_is_taken_once_and_answered_once(data: st.DataObject) -> None:
-    client_session, server_session = wire.ClientSession(TOKEN), wire.ServerSession(TOKEN, 4)
-    taken: list[int] = []
-    waiting: list[int] = []
-    answers: list[int] = []
-
-    def connected() -> tuple[wire.SamplerConnection, wire.ReplayConnection]:
-        client = wire.SamplerConnection(SAMPLER, client_session, secret=SECRET, limits=wire.Limits(), now=0.0)
-        server = wire.ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=SECRET, limits=wire.Limits(), now=0.0)
-        for _ in range(2):
-            server.receive(taken_from(client), 0.0)
-            if server.hello is None:
-                client.receive(taken_from(server), 0.0)
-        server.welcome(server_session, credits=server_session.window)
-        return client, server
-
-    def carry(
-        source: wire.SamplerConnection | wire.ReplayConnection, target: wire.SamplerConnection | wire.ReplayConnection
-    ) -> None:
-        sent = taken_from(source)
-        if is_cut:
-            sent = sent[: data.draw(st.integers(0, len(sent)))]
-        for event in target.receive(sent, 0.0):
-            assert not isinstance(event, wire.ConnectionBroken), event.error
-            if isinstance(event, wire.Query):
-                taken.append(event.number)
-                waiting.append(event.number)
-            elif isinstance(event, wire.Result):
-                answers.append(event.number)
-                assert event.problem == f"answer {event.number}"
-            else:
-                assert isinstance(event, wire.Welcome)
-
-    client, server = connected()
-    for step in range(data.draw(st.integers(1, 40))):
-        is_cut = data.draw(st.booleans())
-        while client_session.may_ask and data.draw(st.booleans()):
-            client.ask(query(client_session.number + 1, client_session.done))
-        carry(server, client)
-        carry(client, server)
-        while waiting and data.draw(st.booleans()):
-            server.answer(result(waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))))
-        if is_cut or step == 0:
-            client, server = connected()
-    is_cut = False
-    client, server = connected()
-    for _ in range(3):
-        carry(server, client)
-        carry(client, server)
-        while waiting:
-            server.answer(result(waiting.pop()))
-    assert sorted(taken) == sorted(answers) == list(range(1, client_session.number + 1))
-    assert client_session.done == client_session.number

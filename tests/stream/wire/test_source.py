@@ -1,10 +1,7 @@
 """A source and its trainer: every fragment once and in order, however often connections break."""
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from property_examples import examples
-from wire_ends import StreamEnds, check_broken, error_of, frame_as, taken_from
+from wire_ends import StreamEnds, check_broken, error_of, frame_as
 from wire_messages import EXAMPLES, TOKEN
 
 from rollflow.stream import wire
@@ -92,59 +89,3 @@ def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
 def test_a_host_is_no_source(end: str, told: str) -> None:
     ends = Ends(accepts=getattr(wire, f"{end}Connection"), role="env")
     assert f"hello.role is 'env', expected {told}" in str(error_of(ends.events))
-
-
-class Streams(RuleBasedStateMachine):
-    """A source and a trainer, and connections that break at any byte, with news of any age."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = Ends()
-        self.handed: list[int] = []
-        self.on_the_way = [b"", b""]  # to the trainer, to the source
-
-    @rule()
-    def give(self) -> None:
-        self.ends.session.given += 1
-
-    @precondition(lambda self: self.ends.source.next <= self.ends.session.given)
-    @rule()
-    def send(self) -> None:
-        self.ends.source.send(fragment(self.ends.source.next))
-
-    @rule(count=st.integers(0, 300))
-    def carry_to_trainer(self, count: int) -> None:
-        self.on_the_way[0] += taken_from(self.ends.source)
-        data, self.on_the_way[0] = self.on_the_way[0][:count], self.on_the_way[0][count:]
-        for event in self.ends.trainer.receive(data, 0.0):
-            assert isinstance(event, wire.Fragment), event
-            self.handed.append(event.number)
-
-    @rule(count=st.integers(0, 300))
-    def carry_to_source(self, count: int) -> None:
-        self.on_the_way[1] += taken_from(self.ends.trainer)
-        data, self.on_the_way[1] = self.on_the_way[1][:count], self.on_the_way[1][count:]
-        for event in self.ends.source.receive(data, 0.0):
-            assert isinstance(event, wire.Done), event
-            self.ends.session.take(event)
-
-    @rule(done=st.integers(0, 3), kept=st.integers(0, 3))
-    def move_on(self, done: int, kept: int) -> None:
-        known = self.ends.known
-        known.done = min(known.taken, known.done + done)
-        known.kept = min(known.done, known.kept + kept)
-        self.ends.trainer.tell(wire.Done(known.done, known.kept))
-
-    @rule()
-    def break_off(self) -> None:
-        self.ends = Ends(self.ends.session, self.ends.known)
-        self.on_the_way = [b"", b""]
-
-    @invariant()
-    def each_comes_once_and_in_order(self) -> None:
-        assert self.handed == list(range(1, len(self.handed) + 1))
-        assert self.ends.session.kept <= self.ends.session.done <= self.ends.known.done
-
-
-TestStreams = Streams.TestCase
-TestStreams.settings = settings(max_examples=examples(60), stateful_step_count=40)
