@@ -35,14 +35,14 @@ BUDGETS = {  # folder -> code lines, classes
         8,
     ),  # environments of tensors, with checks of their own; columns on a device; faults on a device
     "nodes/env": (2008, 28),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
-    "nodes/env/remote": (1680, 18),  # a lane on a host is its own record
-    "nodes/env/workers": (1818, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
+    "nodes/env/remote": (1685, 18),  # hosts of another version refused
+    "nodes/env/workers": (1820, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
     "nodes/metrics": (593, 11),  # columns on a device
     "nodes/modules": (1728, 33),  # logits that are no floats refused; passes over dicts; faults on a device
-    "nodes/offloaded": (1908, 29),  # rows after which slots end
+    "nodes/offloaded": (1646, 28),
     "nodes/policies": (2588, 17),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
     "nodes/stages": (2038, 26),  # columns and faults on a device; lanes whose actions have stopped; inference mode

@@ -15,7 +15,6 @@ from rollflow.nodes import MetricsLogger
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.env.lane_envs import reset_values, step_values
 from rollflow.nodes.env.observation_check import check_reset, info_given, rewards_of
-from rollflow.nodes.offloaded.fragment_checks import check_whole
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import shown
 from rollflow.stream.data.packing import pack
@@ -78,7 +77,6 @@ RAISING: dict[str, Callable[[Any], Any]] = {
     "pack": lambda data: pack({"a": [data, object(), {1, 2}]}),
     "encode_value": lambda data: encode_value({"a": [data, 1j, {1, 2}]}, "rows"),
     "wire field": lambda data: _raise(wrong(data, "rows.number", "a whole number")),
-    "check_whole": lambda data: check_whole("row", data, 0, 1),
     "checked_count": lambda data: checked_count("num_envs", data, 0),
     "metrics": lambda data: MetricsLogger().log_value("loss", [data, "x"]),
     "episode": lambda data: SingleAgentEpisode(observations=[1, 2], actions=[data], rewards=[1.0]).get_rewards("x"),

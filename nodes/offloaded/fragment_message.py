@@ -3,33 +3,28 @@
 The columns of a message are those of the fragment, up to the row of the newest observations, and its rest is what
 `described` says of it. Of several agents, columns and rest have a list `parts`. In the columns, each has its `columns`,
 `clock` and `module_of`, as `AgentFragment` has them.
+
+What comes from another process of this package has proved the secret, and is of the same version: its structure is
+checked, that is dtypes and shapes, and whatever is raised when a fragment is made of it refuses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
-from rollflow.nodes.offloaded.fragment_checks import (
-    MOST,
-    check_array,
-    check_columns,
-    check_ends,
-    check_rest,
-    check_whole,
-    wrong,
-)
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, WireError, shown
-from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree, stack_trees
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 from rollflow.stream.fragments.fragment import EpisodeIds, Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
@@ -47,6 +42,7 @@ _LAYOUT = field.entries(
     episodes=field.text(1 << 16),
 )
 _OF_SLOTS = {"acts": np.bool_, "waits": np.bool_, "received": np.float32, "serves": np.int16}
+_KNOWN = {Columns.REWARDS: np.float32, Columns.TERMINATEDS: np.bool_, Columns.TRUNCATEDS: np.bool_}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +234,11 @@ def fragment_of(
         fragment: Fragment = _begun(message.lane, message.columns, message.rest, layout, spaces, is_checked=is_checked)
         _complete(fragment, message.rest)
         if "stops" in message.rest:
-            fragment.seal_at(_checked_stops(fragment, message.rest))
+            fragment.seal_at(_stops_in(fragment, message.rest))
         else:
             fragment.seal(message.rest["num_rows"])
         if lost is not None:
             fragment.begin_after_loss(lost)
-        if is_checked:
-            check_ends(fragment)
         return fragment
 
 
@@ -258,24 +252,14 @@ def agents_of_message(
     with _refusing("it is no fragment of agents"):
         rest = message.rest
         layout = layout_in(rest["layout"], spaces[0].part.recorded_space)
-        check_whole("num_rows", rest["num_rows"], 0, layout.num_rows)
-        check_whole("sequence", rest["sequence"], 0, MOST)
         clock = _clock_in(rest, layout)
-        for name, parts in (("columns", message.columns["parts"]), ("rest", rest["parts"])):
-            if not isinstance(parts, list | tuple) or len(parts) != len(spaces):
-                raise wrong(f"{name}.parts is {shown(parts)}, expected a list of {len(spaces)} parts")
-        custom_data = {(env, number): data for env, number, data in rest["custom_data"]}
-        if not all(
-            is_whole(env) and is_whole(at) and isinstance(data, dict) for (env, at), data in custom_data.items()
-        ):
-            raise wrong(f"custom_data is {shown(rest['custom_data'])}, expected maps by environment and episode")
         fragment = MultiAgentFragment(
             message.lane,
             rest["sequence"],
             [_part_in(message, index, each, layout, clock) for index, each in enumerate(spaces)],
             num_rows=rest["num_rows"],
             clock=clock,
-            custom_data=custom_data,
+            custom_data={(env, number): data for env, number, data in rest["custom_data"]},
         )
         fragment.is_last = rest["is_last"] is True
         if lost is not None:
@@ -319,18 +303,75 @@ def _begun(
     spare         rows that are behind the others in all columns but the observations
     kind, more    class of the fragment, and further arguments of it
     """
-    if is_checked:
-        check_whole("num_rows", rest["num_rows"], 0, layout.num_rows)
-        check_whole("space", rest["space"], 0, len(spaces) - 1)
     forms, space = field.mapping(rest["forms"], "forms"), spaces[rest["space"]]
     made = {name: Column(name, _formed(tree, forms.get(name), name)) for name, tree in columns.items()}
     starts = rest["episode_start"], rest["episode_number"]
     fragment = kind(layout, lane, rest["sequence"], made, *starts, **more)
     fragment.observation_space = space
     if is_checked:
-        check_columns(fragment.columns, layout, rest["num_rows"], space, spare)
-        check_rest(rest, layout, rest["num_rows"], space)
+        _check_columns(fragment.columns, layout, rest["num_rows"], space, spare)
+        for name in ("episode_start", "episode_number"):
+            _check_array(name, rest[name], np.int64, (layout.num_slots,))
     return fragment
+
+
+def _check_columns(
+    columns: Mapping[str, Column], layout: FragmentLayout, rows: int, space: gym.Space[Any], spare: int
+) -> None:
+    """Raise WireError where columns are not those of so many rows, and so many more, with observations in a space."""
+    slots, most = layout.num_slots, layout.lookback + rows
+    for name, column in columns.items():
+        expected = most + (1 if name == Columns.OBS else spare)
+        for leaf in leaves_of(column.tree):
+            if leaf.shape[:2] != (expected, slots):
+                raise _wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
+    rows_of: Plain = {name: np.zeros(1, dtype) for name, dtype in _KNOWN.items()}
+    rows_of |= {Columns.OBS: row_of(space, 1), Columns.ACTIONS: row_of(layout.action_space, 1)}
+    for name, row in rows_of.items():
+        map_tree(partial(_check_rows, name), columns[name].tree, row)
+
+
+def _check_rows(name: str, leaf: Any, like: NDArray[Any]) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape[2:] != like.shape[1:]:
+        found = _shown(leaf) if isinstance(leaf, np.ndarray) else shown(leaf)
+        raise _wrong(f"{name} is {found}, expected rows of {like.dtype}{list((*leaf.shape[1:2], *like.shape[1:]))}")
+
+
+def _check_array(name: str, value: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+    """Raise WireError for what is no such array."""
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.shape != shape:
+        raise _wrong(f"{name} is {shown(value)}, expected {np.dtype(dtype)}{list(shape)}")
+
+
+def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
+    """Dtypes and shapes of columns' rows, leaf by leaf as text: the same in every fragment of a rollout."""
+    return {
+        name: map_tree(lambda leaf: f"{_named(leaf.dtype)}{list(leaf.shape[2:])}", column.tree)
+        for name, column in columns.items()
+    }
+
+
+def check_form(form: Mapping[str, Tree], known: Mapping[str, Tree]) -> None:
+    """Raise WireError where columns are others, or of another form, than in the fragments before."""
+    if form.keys() != known.keys():
+        raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
+    for name, each in form.items():
+        if each != known[name]:
+            raise _wrong(f"a row of {name} is {shown(each)} in each slot, expected {shown(known[name])}, as in others")
+
+
+@lru_cache(64)
+def _named(dtype: np.dtype[Any]) -> str:
+    return str(dtype)  # takes numpy 4 µs
+
+
+def _shown(array: NDArray[Any]) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _wrong(text: str) -> WireError:
+    """The error of a fragment that makes no sense."""
+    return WireError(text, "fragment")
 
 
 def _formed(tree: Tree, form: Tree, where: str) -> Tree:
@@ -371,24 +412,11 @@ def _finals_of(fields: Plain) -> list[Final]:
 
 
 def _clock_in(rest: Mapping[str, Any], layout: FragmentLayout) -> EnvClock:
-    first, started, numbers, ends = rest["first"], rest["started"], rest["numbers"], rest["ends"]
-    num_envs, losses = layout.num_slots, [(step, reason) for step, reason in rest["losses"]]
-    check_whole("first", first, 0, MOST)
-    last = first + rest["num_rows"]
-    check_array("started", started, np.int64, (num_envs,), 0, first)
-    was_lost_before = bool(losses) and losses[0][0] == first  # then the episodes lost have the number before the first
-    check_array("numbers", numbers, np.int64, (num_envs,), -1 if was_lost_before else 0, MOST)
-    check_array("ends", ends, np.int64, (len(ends), 4), 0, MOST)
-    steps = ends[:, 0]
-    if (steps[1:] < steps[:-1]).any() or (len(ends) and (steps[0] < first or steps[-1] > last)):
-        raise wrong(f"ends are {shown(ends)}, expected vector steps from {first} to {last} in their order")
-    if (ends[:, 1] >= num_envs).any() or (ends[:, 2:] > 1).any():
-        raise wrong(f"ends are {shown(ends)}, expected environments below {num_envs}, and flags")
-    lost = [[step, env, 1, 1] for step, _ in losses for env in range(num_envs)]
-    if ends[ends[:, 3] == 1].tolist() != lost or not all(isinstance(reason, str) for _, reason in losses):
-        raise wrong(f"losses are {shown(losses)}, expected only those that ended episodes, with their reasons")
-    told = [(step, env, bool(is_truncated), bool(is_lost)) for step, env, is_truncated, is_lost in ends.tolist()]
-    return EnvClock(first, started, numbers, layout.episode_id, told, losses)
+    for name in ("started", "numbers"):
+        _check_array(name, rest[name], np.int64, (layout.num_slots,))
+    ends = [(step, env, bool(is_cut), bool(is_lost)) for step, env, is_cut, is_lost in rest["ends"].tolist()]
+    losses = [(step, reason) for step, reason in rest["losses"]]
+    return EnvClock(rest["first"], rest["started"], rest["numbers"], layout.episode_id, ends, losses)
 
 
 def _part_in(
@@ -400,73 +428,27 @@ def _part_in(
     assert isinstance(layout.episode_id, EpisodeIds)
     ids = layout.episode_id.of_agents(index)
     own = replace(layout, num_slots=slots, action_space=part.recorded_space, episode_id=ids)
-    check_whole("parts: num_rows", rows, 0, message.rest["num_rows"])
     spare = min(1, own.num_rows - rows)  # a row of actions that wait for an observation
     agents: Plain = {"part": part, "env_clock": clock, "clock": told["clock"], "module_of": told["module_of"]}
     fragment: AgentFragment = _begun(
         message.lane, told["columns"], entries, own, spaces.seen, spare=spare, kind=AgentFragment, **agents
     )
-    stop, step, modules = fragment.first_row + rows, clock.first + message.rest["num_rows"], len(entries["module_ids"])
-    check_array("clock", fragment.clock, np.int64, (stop + 1, slots), 0, step)
-    check_array("module_of", fragment.module_of, np.int16, (stop + spare, slots), 0, max(0, modules - 1))
+    stop = fragment.first_row + rows
+    _check_array("clock", fragment.clock, np.int64, (stop + 1, slots))
+    _check_array("module_of", fragment.module_of, np.int16, (stop + spare, slots))
     _complete(fragment, entries)
-    _restore_slots(fragment, entries, step)
-    _restore_modules(fragment, entries)
-    check_ends(fragment)
+    for name, dtype in _OF_SLOTS.items():
+        _check_array(name, entries[name], dtype, (slots,))
+        setattr(fragment, name, entries[name])
+    fragment.seal_at(_stops_in(fragment, entries))
+    fragment.ends = {(row, slot): step for row, slot, step in entries["ends"].tolist()}
+    fragment.early = [(int(step), int(slot), reward) for step, slot, reward in entries["early"].tolist()]
+    fragment.module_ids, fragment.outputs = tuple(entries["module_ids"]), entries["outputs"]
     return fragment
 
 
-def _checked_stops(fragment: Fragment, entries: Mapping[str, Any]) -> NDArray[np.int64]:
-    """The row after each slot's last step. Raises WireError where they are not those of the fragment's rows."""
+def _stops_in(fragment: Fragment, entries: Mapping[str, Any]) -> NDArray[np.int64]:
+    """The row after each slot's last step."""
     stops: NDArray[np.int64] = entries["stops"]
-    first, stop = fragment.first_row, fragment.first_row + entries["num_rows"]
-    check_array("stops", stops, np.int64, (fragment.layout.num_slots,), first, stop)
-    if int(stops.max()) != stop:
-        raise wrong(f"stops are {shown(stops)}, expected the last at {stop}")
+    _check_array("stops", stops, np.int64, (fragment.layout.num_slots,))
     return stops
-
-
-def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: int) -> None:
-    """Take over where the agent slots stand. Raises WireError where they can't stand there.
-
-    last    last vector step of the fragment
-    """
-    slots, first, stop = fragment.layout.num_slots, fragment.first_row, fragment.first_row + entries["num_rows"]
-    ends, early = entries["ends"], entries["early"]
-    stops = _checked_stops(fragment, entries)
-    for name, dtype in _OF_SLOTS.items():
-        check_array(name, entries[name], dtype, (slots,))
-        setattr(fragment, name, entries[name])
-    check_array("serves", fragment.serves, np.int16, (slots,), 0, max(0, len(entries["module_ids"]) - 1))
-    if (fragment.waits & (stops >= first + fragment.layout.num_rows)).any():
-        raise wrong("an agent that has made all steps waits for an observation, expected none")
-    fragment.seal_at(stops)
-    is_there = np.arange(first + 1, stop + 1)[:, None] < stops + (fragment.acts | fragment.waits)
-    if (is_there & (np.diff(fragment.clock[first:], axis=0) < 0)).any():
-        raise wrong("clock goes back, expected vector steps in their order")
-    check_array("ends", ends, np.int64, (len(ends), 3), 0, MOST)
-    fragment.ends = {(row, slot): step for row, slot, step in ends.tolist()}
-    check_array("early", early, np.float64, (len(early), 3))
-    if not np.isfinite(early).all() or ((early[:, :2] < [1, 0]) | (early[:, :2] > [last, slots - 1])).any():
-        raise wrong(f"early is {shown(early)}, expected vector steps up to {last}, agent slots, and rewards")
-    fragment.early = [(int(vector_step), int(slot), reward) for vector_step, slot, reward in early.tolist()]
-
-
-def _restore_modules(fragment: AgentFragment, entries: Mapping[str, Any]) -> None:
-    """Take over who served the agents. Raises WireError where that is not known of a chunk, or not when it ended."""
-    module_ids, outputs = entries["module_ids"], entries["outputs"]
-    if not isinstance(module_ids, list) or not all(isinstance(each, str | None) for each in module_ids):
-        raise wrong(f"module_ids is {shown(module_ids)}, expected a list of strings")
-    for module_id, names in outputs.items():
-        if not isinstance(module_id, str) or not set(names.values()) <= fragment.columns.keys():
-            raise wrong(f"outputs of module {shown(module_id)} are {shown(names)}, expected names of columns")
-    fragment.module_ids, fragment.outputs = tuple(module_ids), outputs
-    chunks = fragment.chunks
-    acted = {module_ids[place] for place in np.unique(fragment.chunk_modules).tolist()}
-    waiting = {module_ids[place] for place in np.unique(fragment.serves[fragment.waits]).tolist()}
-    if not (acted | waiting) <= outputs.keys():
-        raise wrong(f"modules {sorted(map(str, acted | waiting))} acted, expected some of {sorted(outputs)}")
-    done = np.flatnonzero(chunks.terminated | chunks.truncated)
-    last_rows = zip((chunks.stop[done] - 1).tolist(), chunks.slot[done].tolist(), strict=True)
-    if not set(last_rows) <= fragment.ends.keys():
-        raise wrong("ends of some chunks are missing, expected those of all")

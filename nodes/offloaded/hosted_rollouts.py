@@ -8,21 +8,15 @@ from typing import Any
 from rollflow.nodes.env.remote.gateway import HostEvent, RemoteHost
 from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
-from rollflow.nodes.offloaded.rollout_settings import (
-    LaneProgress,
-    RolloutReport,
-    RolloutSettings,
-    account_of,
-    progress_of,
-)
+from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.socket_loop import quoted
-from rollflow.stream.wire import Cut, Failed, Fragment, GatewayConnection, Settings, States, Turn, Weights
+from rollflow.stream.wire import Cut, Failed, GatewayConnection, Settings, States, Turn, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +48,7 @@ class HostedLane(RemoteLane):
     turns       that were asked for
     since       when the newest turn began, in ns
     is_in_vain  whether its turn, which is to end now, will have no step
+    seed        of its environments since the last start
     lost        why the environments were lost before the next fragment; None: they were not
     """
 
@@ -67,6 +62,7 @@ class HostedLane(RemoteLane):
     turns: int = 0
     since: int = 0
     is_in_vain: bool = False
+    seed: int = 0
     lost: str | None = None
 
     @property
@@ -84,16 +80,11 @@ class HostedLane(RemoteLane):
         self.first_pulse = self.pulse if self.failures > 0 or not self.reported else -1
         self.turns, self.since, self.is_in_vain = self.turns + 1, clock(), False
 
-    def take(self, start: int, steps: int, fragment_length: int) -> None:
-        """Take down so many steps since a start. Raises WireError where they don't fit into a fragment."""
-        if start < self.start:
-            raise WireError(f"start {start}, expected {self.start} or more", "fragment")
+    def take(self, start: int, steps: int) -> None:
+        """Take down so many steps since a start."""
         if start != self.start:
-            self.start, self.reported, self.made = start, 0, 0
-        most = self.reported + fragment_length * self.lane.steps_under_way
-        if steps > most:
-            raise WireError(f"{steps} steps, expected at most {most}", "fragment")
-        self.made = steps  # a word may be older than the last fragment
+            self.start, self.reported = start, 0
+        self.made = steps
 
     @property
     def has_no_step(self) -> bool:
@@ -188,34 +179,25 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
                 self._stocks.pop(event.host.session.token, None)
 
     def take(self, remote: Any, answer: Any) -> Iterator[Any]:
-        assert isinstance(answer, Fragment)
-        where = f"fragment {answer.number} of lane {remote.index}"
+        where, report = f"fragment {answer.number} of lane {remote.index}", answer.rest
         remote.phase = LanePhase.STEPPING  # also where it was late
         try:
-            report = account_of(answer.rest, remote.lane.steps_under_way)
-            remote.take(report.start, report.steps, self.fragment_length)
-            fragment = self._fragment_of(answer, report)
-        except WireError as error:
+            remote.take(report["start"], report["steps"])
+            remote.seed = report["seed"]
+            is_there = self.take_turn(remote, answer, report, is_checked=True)
+        except Exception as error:
             self._expel(remote.host, error, where)
             return
-        remote.steps += report.steps - remote.reported
-        remote.reported, remote.stages = report.steps, report.nodes
-        self.lost_steps += report.lost_steps
-        self._hear(remote, answer, report, where)
-        failure = report.failure
-        if failure is not None:
-            remote.note(f"host {remote.host.name}: {quoted(failure)}")
-        if failure is None or fragment.num_rows:
-            remote.lost = None
-            remote.lane.take(fragment)
-        else:  # there is no fragment: the next one says what was lost
-            remote.lost = failure
-        if failure is None:
+        self.lost_steps += report.get("lost_steps", 0)
+        self._hear(remote, report, where)
+        if "failure" not in report:
             remote.phase, remote.failures = LanePhase.READY, 0
             yield self.come_back(remote)
             return
+        raised = RaisedError(**report["failure"])
+        remote.note(f"host {remote.host.name}: {quoted('; '.join((raised.line, *raised.notes)))}")
         yield from self.begin_anew_or_leave(remote)
-        if remote.is_waited and fragment.num_rows:
+        if remote.is_waited and is_there:
             yield self.come_back(remote)
 
     def failed(self, remote: Any, answer: Failed) -> None:
@@ -230,28 +212,16 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
 
     # Inside
 
-    def _hear(self, remote: HostedLane, answer: Fragment, report: RolloutReport, where: str) -> None:
+    def _hear(self, remote: HostedLane, report: Mapping[str, Any], where: str) -> None:
         """Hand on what a host says beside a fragment."""
-        for kind, text in report.deviations:
-            self.deviations.add(kind, f"host {remote.host.name}: {quoted(text)}")
         try:
-            self.take_message(remote.index, answer.rest)
+            for kind, text in report.get("deviations", ()):
+                self.deviations.add(kind, f"host {remote.host.name}: {quoted(text)}")
+            self.take_message(remote.index, report)
         except StateError:  # of a connector piece here, whichever host has sent its state
             raise
         except Exception as error:  # of connectors and metrics, which may be given anything
             self._expel(remote.host, error, where)
-
-    def _fragment_of(self, answer: Fragment, report: RolloutReport) -> Any:
-        """The fragment in an answer. Raises WireError where it is none, or not the next one."""
-        remote = self.remotes[answer.lane]
-        fragment = self.fragment_in(answer, report.seed, remote.lost)
-        for name, number, expected in (
-            ("sequence", fragment.sequence, remote.lane.sequence),
-            ("steps", report.steps, remote.reported + fragment.num_steps),
-        ):
-            if number != expected:
-                raise WireError(f"{name} is {number}, expected {expected}", "fragment")
-        return fragment
 
     def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet.
@@ -305,15 +275,15 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
     def _take_progress(self, event: HostEvent) -> None:
         """Take down how far a host's lanes are; not of those that are lost, or came when the rollout was ending."""
         try:
-            for index, progress in progress_of(event.what, event.host.session.lanes).items():
+            for index, *progress in event.what["lanes"]:
                 if index < len(self.remotes) and self.remotes[index].phase not in (LanePhase.ASIDE, LanePhase.LOST):
-                    self._take_progress_of(self.remotes[index], progress)
-        except WireError as error:
+                    self._take_progress_of(self.remotes[index], LaneProgress(*progress))
+        except Exception as error:
             self._expel(event.host, error, "metrics")
         self.gateway.give_credit(event.host)
 
     def _take_progress_of(self, remote: HostedLane, progress: LaneProgress) -> None:
-        remote.take(progress.start, progress.steps, self.fragment_length)
+        remote.take(progress.start, progress.steps)
         is_alive = progress.pulse != remote.pulse
         remote.pulse, remote.is_in_vain = progress.pulse, progress.is_in_vain
         if is_alive and remote.phase is LanePhase.LATE:

@@ -9,6 +9,7 @@ from rollflow.nodes.env.environments import ONE_AGENT, SEVERAL_AGENTS
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import nothing
+from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.stages.acting import Acting
@@ -119,22 +120,28 @@ class LaneRollout:
         self._calls_due = 0
         self._run.__enter__()
 
-    def turn(self) -> tuple[Any, Exception | None, int]:
-        """Make the next fragment; also what the environments raised, and the transitions that were under way then.
+    def turn(self) -> tuple[Any, dict[str, Any], Exception | None]:
+        """Make the next fragment; also the report that goes with it, and what the environments raised.
 
         The fragment has no rows where nothing was made. After an error the lane is of no use any more. Raises what the
         module or a connector raises, and EnvError for what the environments gave.
         """
         self._turns.want()
+        raised: Exception | None = None
+        lost = 0
         try:
             given = self._run.next_outputs()
         except Exception as error:
             if not is_of_environment(error):
                 raise
+            raised, given = error, []
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return self._prepare.cut(self.lane), error, lost
         # None where the gate has held the lane: it stands before its next forward pass.
-        return given[0][1] if given else self._prepare.cut(self.lane), None, 0
+        fragment = given[0][1] if given else self._prepare.cut(self.lane)
+        report = self._report()
+        if raised is not None:
+            report |= {"failure": RaisedError.of(raised)._asdict(), "lost_steps": lost}
+        return fragment, report, raised
 
     def put(self, published: Published) -> None:
         """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
@@ -155,17 +162,18 @@ class LaneRollout:
         """For how long each of its `STAGES` has been busy, calls under way left out."""
         return [meter.busy_ns for meter in self._run.counters.nodes.values()]
 
-    def report(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         """Report that goes with a fragment.
 
-        steps      transitions made so far
-        nodes      what every stage has counted, see `_nodes`
-        states     of the pipelines' connectors; not there where none has any
-        metrics    what was logged since this was asked last; not there where nothing was
+        steps         transitions made so far
+        nodes         what every stage has counted, see `_nodes`
+        states        of the pipelines' connectors; not there where none has any
+        metrics       what was logged since this was asked last; not there where nothing was
         deviations    (kind, text) of observations that were not in their space; not there where there are none
+        failure       what the environments raised, as a `RaisedError` has it; not there where they did not
+        lost_steps    the transitions that were under way then
         """
-        report: dict[str, Any] = {"steps": self.lane.num_steps}
-        report["nodes"] = self._nodes()
+        report: dict[str, Any] = {"steps": self.lane.num_steps, "nodes": self._nodes()}
         states = [pipeline.get_state() for _, pipeline in self._acting.named_pipelines]
         if any(states):
             report["states"] = states

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.env.environments import SeveralAgents
 from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.policy_weights import Weights
-from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
-from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, spaces_seen
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, check_form, form_of, fragment_of, spaces_seen
 from rollflow.nodes.offloaded.lane_rollout import Published
 from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.nodes.stages.rounds import LaneGates
@@ -71,7 +71,9 @@ class OffloadedRollouts(LaneSource):
     acting    what acts, from `act_with` on: it is copied for lanes that begin
     how       passes are done: what `ModuleForward` takes beside module and weights
     states    of connectors, for lanes to take over; None: there are none
-    remotes   lanes as they are elsewhere, each with transitions in its fragments (`steps`) and beside (`unreported`)
+    remotes   lanes as they are elsewhere, each with transitions in its fragments (`steps`), those of them since its
+              environments began (`reported`), others (`unreported`), what its stages have counted (`stages`), the seed
+              of its environments (`seed`), and why they were lost before its next fragment (`lost`; None: not)
     """
 
     acting: Any
@@ -189,11 +191,25 @@ class OffloadedRollouts(LaneSource):
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
         raise NotImplementedError
 
-    def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Any:
-        """The fragment in a message of environments with this seed, which were lost before it, or not (None).
+    def take_turn(self, remote: Any, message: wire.Fragment, report: Mapping[str, Any], *, is_checked: bool) -> bool:
+        """Take the fragment of a lane's turn, and how far the lane is by the report; True if there is a fragment.
 
-        Raises WireError where it is none, or its columns have other forms than in the fragments before.
+        is_checked    whether the fragment comes from another host
+
+        Raises WireError where it is no fragment, or its columns have other forms than in the fragments before.
         """
+        fragment = self._fragment_in(message, remote.seed, remote.lost, is_checked=is_checked)
+        remote.steps += report["steps"] - remote.reported
+        remote.reported, remote.stages = report["steps"], report["nodes"]
+        if "failure" in report and not fragment.num_rows:  # there is none: the next one says what was lost
+            remote.lost = RaisedError(**report["failure"]).line
+            return False
+        remote.lost = None
+        remote.lane.take(fragment)
+        return True
+
+    def _fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool) -> Any:
+        """The fragment in a message of environments with this seed, which were lost before it, or not (None)."""
         if isinstance(self.kind, SeveralAgents):
             return agents_of_message(message, self._spaces, lost)
         layout = self.kind.layout(self, message.lane, self.envs[message.lane], seed)

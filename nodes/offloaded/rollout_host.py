@@ -21,10 +21,10 @@ from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, is_of_environment
-from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, metrics_of
+from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings
 from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.module_set import AgentToModule, agents_acting_for
-from rollflow.stream.data.errors import EnvError, RollflowError, WireError, described, shown
+from rollflow.stream.data.errors import EnvError, RollflowError, WireError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.wire import (
@@ -87,27 +87,15 @@ class RolloutSession:
     def publish(self, version: int, weights: dict[str, Any], module_id: str | None = None) -> None:
         """Use these weights from the next forward pass on; the id is None where there is one module.
 
-        Raises ModuleError where they are not the module's, and WireError where they come before the settings.
+        Raises ModuleError where they are not the module's.
         """
+        module = DEFAULT_MODULE_ID if module_id is None else module_id
         with self.changed:
-            if self.settings is None:
-                raise WireError("weights before settings, expected them after", "order")
-            module = DEFAULT_MODULE_ID if module_id is None else module_id
-            if module not in self.settings.module:
-                expected = sorted(self.settings.module)
-                raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
             self.published[module] = version, weights
             self.fresh.add(module)
             for rollout in self.rollouts.values():
                 rollout.put({module: (version, weights)})
             self.changed.notify_all()
-
-    def take_states(self, states: Mapping[str, Any]) -> None:
-        """Have the connectors go on from these states, by pipeline, from the next turns on."""
-        for name in () if self.settings is None else self.settings.pieces:
-            if not isinstance(states.get(name), dict):
-                raise WireError(f"states: {name} is {shown(states.get(name))}, expected a map of states")
-        self.states = states
 
 
 @dataclass(slots=True, eq=False)
@@ -196,22 +184,23 @@ class RolloutLane:
             if states is not session.states and states is not None:
                 session.states = states
                 rollout.take_states(states.values())
-            fragment, raised, lost = rollout.turn()
+            fragment, report, raised = rollout.turn()
         except Exception as error:
             gave_refused = session.rollout is not None and isinstance(error, EnvError)
             if not (gave_refused or self._has_failed or is_of_environment(error)):  # it was not made, or not reset
                 raise
-            logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
-            session.rollout, self._has_failed = None, True
+            self._note_failure(turn, session, error)
             return Failed.of(turn, error)
         # What was made in vain takes no number: there is no fragment then.
         session.sequence = fragment.sequence + (raised is None or fragment.num_rows > 0)
-        more = rollout.report() | {"start": session.starts, "seed": session.seed, "lost_steps": lost}
-        more["failure"] = None if raised is None else described(raised)
         if raised is not None:
-            logger.warning("lane %d: %r", turn.lane, raised, exc_info=raised)
-            session.rollout, self._has_failed = None, True
+            self._note_failure(turn, session, raised)
+        more = report | {"start": session.starts, "seed": session.seed}
         return message_of_lane(rollout.lane, turn.number, fragment, more)
+
+    def _note_failure(self, turn: Turn, session: LaneSession, error: Exception) -> None:
+        logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
+        session.rollout, self._has_failed = None, True
 
     def _started(self, session: LaneSession, first_step: int) -> LaneRollout:
         """Another start. It is told of from now on, when whoever asks has the answer of the one before."""
@@ -386,7 +375,7 @@ class RolloutHost(Host):
         progress = dict(zip(self._ids, [lane.progress for lane in self._lanes], strict=False))
         if progress and progress != self._reported:
             self._reported, self._reported_at = progress, now
-            connection.tell(Metrics(metrics_of(progress)))
+            connection.tell(Metrics({"lanes": [[lane, *each] for lane, each in progress.items()]}))
 
     def _failed(self, request: Any, error: Exception) -> None:
         """End the session: the module or a connector has raised, or a fragment can't be sent."""
@@ -400,9 +389,9 @@ class RolloutHost(Host):
     def _take(self, news: Message) -> None:
         match news:
             case Settings():
-                self._told.settings = RolloutSettings.of_message(news)
+                self._told.settings = RolloutSettings(**news.settings)
             case States():
-                self._told.take_states(news.states)
+                self._told.states = news.states
             case Weights():
                 weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
                 self._told.publish(news.version, weights, news.module)

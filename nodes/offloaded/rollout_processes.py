@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
 from rollflow.nodes.env.workers.worker_process import pickled
@@ -52,13 +52,13 @@ class RolloutLink(LaneLink):
         self.versions: dict[Any, int] = {}
         self.untaken = 0
         self.lost: str | None = None
-        self.stages: list[list[Any]] = []
+        self.stages: Sequence[list[Any]] = ()
         self._has_told = False  # whether the last fragment of the worker that is being lost says itself why
         self._states: SharedBlock | None = None  # of connectors, that the worker was told last
-        self._reported = 0  # by the worker as it is now
+        self.reported = 0  # by the worker as it is now
         self._progress: NDArray[np.int64] | None = None
         self._fragments: FragmentReader | None = None
-        self._seed = 0  # of the environments since the last start
+        self.seed = 0  # of the environments since the last start
 
     # Requests
 
@@ -77,9 +77,9 @@ class RolloutLink(LaneLink):
         setup = pickled((acting, plan), _parts_of(acting))
         self._progress = self.activity.memory[PROGRESS]
         self._progress[MARK] = 0, -1
-        self._reported = 0
+        self.reported = 0
         self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
-        self._seed = plan.seed
+        self.seed = plan.seed
         self.versions, self.untaken = dict(plan.versions), 0
         self.send_block(FrameKind.SET_UP, setup)
         self._turn()
@@ -122,26 +122,22 @@ class RolloutLink(LaneLink):
         self.forget_progress()
         self._has_told = failure is self.failure
         if not self._has_told:
-            self.lost = f"{failure['type']}: {failure['text']}"
+            self.lost = RaisedError.in_fields(failure).line
         return int(failure.get("lost_steps", 0))
 
     def _take_fragment(self, fragments: FragmentReader, answer: Frame) -> None:
         fields = self._fields_of(answer)
-        message = fragments.read(fields)
-        self.lane.take(self.node.fragment_in(message, self._seed, self.lost, is_checked=False))
-        self.lost = None
-        self.steps += fields["steps"] - self._reported
-        self._reported, self.stages = fields["steps"], fields["nodes"]
-        self.phase, self.failure = LanePhase.READY, None
-        if "failure" in fields:
-            self.failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
-        else:
+        self.node.take_turn(self, fragments.read(fields), fields, is_checked=False)
+        self.phase, self.failure = LanePhase.READY, fields.get("failure")
+        if self.failure is None:
             self.failures = 0
+        else:
+            self.failure |= {"lost_steps": fields["lost_steps"]}
         self.node.take_message(self.index, fields)
 
     # What is seen
 
-    def counted(self) -> list[list[Any]]:
+    def counted(self) -> Sequence[list[Any]]:
         """Counts of the worker's stages, as `stages`, up to its newest step, and the call under way."""
         progress, stages = self._progress, {name: counts for name, *counts in self.stages}
         if progress is None:
@@ -167,7 +163,7 @@ class RolloutLink(LaneLink):
     @property
     def unreported(self) -> int:
         """Transitions that the worker has made and that are in no fragment that has come."""
-        return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
+        return 0 if self._progress is None else max(0, int(self._progress[0]) - self.reported)
 
     def lose(self, reason: str) -> int:
         """Give the worker up: how many transitions are lost with it, the step that was under way among them."""

@@ -9,7 +9,6 @@ from typing import Any
 from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_server import LaneServer, failure
-from rollflow.nodes.env.workers.lane_supervisor import RaisedError
 from rollflow.nodes.modules.policy_weights import unpack_weights
 from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
@@ -94,14 +93,12 @@ class RolloutServer(LaneServer):
         if self._rollout is None:
             return b""  # it could not be set up, as the other process has been told
         try:
-            fragment, error, lost = self._rollout.turn()
-            if error is not None and not fragment.num_rows:
-                return failure(error, lost_steps=lost)
-            report = self._rollout.report()
+            fragment, report, raised = self._rollout.turn()
         except Exception as refusal:
             return failure(refusal, is_refusal=True)
-        if error is not None:
-            report |= {"failure": RaisedError.of(error)._asdict(), "lost_steps": lost}
+        if raised is not None:
+            if not fragment.num_rows:
+                return failure(raised, lost_steps=report["lost_steps"])
             self._rollout = None
         self._send_fragment(fragment, report)
         return b""

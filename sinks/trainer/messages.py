@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
-from rollflow.nodes.offloaded.fragment_checks import MOST
 from rollflow.nodes.offloaded.fragment_message import PartSpaces, layout_entries, layout_in, message_of, spaces_seen
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
@@ -36,6 +35,7 @@ from rollflow.stream.wire.codec.spaces import read_space
 HAS_ENDED = "the trainer has ended"  # reason of its goodbye, if it leaves without an error
 Batch = dict[str, Any]
 ByModule = Mapping[str, Mapping[str, Any]]
+MOST = 1 << 62
 MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
 MOST_MODULES = 256  # that one batch tells of
 

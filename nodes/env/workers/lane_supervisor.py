@@ -51,6 +51,11 @@ class RaisedError(NamedTuple):
         notes, told = list(getattr(error, "__notes__", [])), "".join(traceback.format_exception(error))
         return cls(type(error).__name__, str(error), notes, told, is_refusal=isinstance(error, RollflowError))
 
+    @property
+    def line(self) -> str:
+        """Its type and text."""
+        return f"{self.type}: {self.text}"
+
     @classmethod
     def in_fields(cls, fields: Mapping[str, Any]) -> "RaisedError":
         """The error that a worker's answer tells of."""

@@ -98,25 +98,14 @@ def test_fragments_are_the_same_behind_the_wire(drawn: Setting, odds: int) -> No
             assert came.policy_version == fragment.policy_version
 
 
-@pytest.mark.parametrize(
-    ("altered", "message"),
-    [
-        (lambda stops, first: np.full_like(stops, first - 1), r"stops is .*, expected numbers from 1 to"),
-        (lambda stops, first: stops + 1, r"stops is .*, expected numbers from 1 to"),
-        (lambda stops, first: np.minimum(stops, stops.max() - 1), r"stops are .*, expected the last at"),
-        (lambda stops, first: stops.astype(np.int32), r"stops is .*, expected int64\[4\]"),
-        (lambda stops, first: stops[:3], r"stops is .*, expected int64\[4\]"),
-        (lambda stops, first: stops.tolist(), r"stops is .*, expected int64\[4\]"),
-    ],
-)
-def test_rows_where_slots_do_not_end_are_refused(altered: Callable[..., Any], message: str) -> None:
+@pytest.mark.parametrize("altered", [lambda stops: stops.astype(np.int32), np.ndarray.tolist])
+def test_rows_where_slots_do_not_end_are_refused(altered: Callable[[Any], Any]) -> None:
     with rollout_of(Setting(4, 1, 8, 1, False, 9, 1, 7), pool_of(4, 1)) as rollout:
         fragment = next(iter(rollout.fragments()))
     spaces = [fragment.observation_space]
     sent = message_of(3, fragment, spaces, {})
-    stops = altered(fragment.stops, fragment.first_row)
-    with pytest.raises(WireError, match=message):
-        fragment_of(replace(sent, rest={**sent.rest, "stops": stops}), fragment.layout, spaces)
+    with pytest.raises(WireError, match=r"stops is .*, expected int64\[4\]"):
+        fragment_of(replace(sent, rest={**sent.rest, "stops": altered(fragment.stops)}), fragment.layout, spaces)
 
 
 @pytest.mark.parametrize(("odds", "rows"), [(1.0, None), (50.0, 16)])
