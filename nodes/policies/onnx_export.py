@@ -5,44 +5,21 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
-import optree
 import torch
 from torch import Tensor
 
-from rollflow.nodes.connectors.common.batches import BatchIndividualItems, NumpyToTensor, TensorToNumpy
+from rollflow.nodes.connectors.common.batches import CHOSEN_BY, DEVICE
 from rollflow.nodes.connectors.common.episode_columns import (
-    AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
     FrameStacking,
 )
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.env_to_module.observation_pieces import (
-    FlattenObservations,
-    MeanStdFilter,
-    OneHotObservations,
-    PrevActionsPrevRewards,
-    parts_like,
-)
-from rollflow.nodes.connectors.module_to_env.action_pieces import (
-    TENSORS,
-    ClipActions,
-    EpsilonGreedy,
-    GaussianNoise,
-    GetActions,
-    ListifyDataForVectorEnv,
-    ModuleToAgentUnmapping,
-    NormalizeAndClipActions,
-    OrnsteinUhlenbeckNoise,
-    RemoveSingleTsTimeRankFromBatch,
-    Temperature,
-    UnBatchToIndividualItems,
-)
+from rollflow.nodes.connectors.module_to_env.action_pieces import TENSORS
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
 from rollflow.nodes.modules.distribution import DistributionType
@@ -51,210 +28,103 @@ from rollflow.nodes.policies.artifact import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
+from rollflow.nodes.stages.acting import chosen_space
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError, refused
-from rollflow.stream.data.space import flat_size, flatten, item_of, map_items, row_of
+from rollflow.stream.data.space import map_items, row_of
 from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
 _ROWS = 3  # of the batch that is exported; any other number goes
+_THERE = "there"  # which of the last steps an episode has
+# Pieces that take tensors while they act, though not on every device.
+_ON_TENSORS = (AdaptObservations, AdaptActions, AddTimeDimToBatchAndZeroPad, AddStatesFromEpisodesToBatch)
 
 
-@dataclass(slots=True)
-class Step:
-    """A vector step on its way through the pieces.
+class RecalledEpisodes(LaneEpisodes):
+    """Episodes of N sessions as tensors: their newest observations, and what is remembered of the steps before.
 
-    observation    any[N, ...], as the pieces before have rewritten it
-    stacked        what goes to the module in its place; None: nothing does
-    begins         bool[N, 1]
-    remembered     what the pieces remember, in their order; `kept` is the same after the step
-    later          what is to be remembered of the action, once it is there
+    rewards, begins    f32[N] and bool[N], if something is remembered
+    memory             column -> values of the last steps, a tree of tensors any[N, count, ...], oldest first
+    action_space       in the first pass, which makes the memory that its pieces ask for, of zeros
     """
 
-    observation: Tree
-    rewards: Tensor | None
-    begins: Tensor | None
-    remembered: Iterator[Tensor]
-    kept: list[Tensor] = field(default_factory=list)
-    stacked: Tree = None
-    later: list[tuple[int, Callable[[Tree], Tensor]]] = field(default_factory=list)
+    def __init__(
+        self, observations: Tree, rewards: Any, begins: Any, memory: dict[str, Tree], action_space: Any = None
+    ) -> None:
+        super().__init__(None, (), observations, is_settled=True)  # type: ignore[arg-type]  # they are of no lane
+        self._begins, self._action_space = begins, action_space
+        if Columns.REWARDS in memory:
+            memory = {**memory, Columns.REWARDS: _later(memory[Columns.REWARDS], rewards)}
+        self.memory = {name: map_tree(lambda leaf: self.recalled(leaf, 0), each) for name, each in memory.items()}
 
-    def recall(self, initial: Any = 0) -> Tensor:
-        """The next thing that is remembered; where an episode begins, its initial value."""
-        memory = next(self.remembered)
-        assert self.begins is not None
-        begins = self.begins.view(-1, *[1] * (memory.ndim - 1))
-        return torch.where(begins, torch.as_tensor(initial, dtype=memory.dtype), memory)
+    def recalled(self, values: Tensor, initial: Any) -> Tensor:
+        """What is remembered, any[N, ...]; where an episode begins, its initial value."""
+        begins = self._begins.view(-1, *[1] * (values.ndim - 1))
+        return torch.where(begins, torch.as_tensor(initial, dtype=values.dtype), values)
 
+    def observations(self) -> Tree:
+        return self.newest()
 
-Form = Callable[[Step], None]
+    def settle(self, space: Any) -> None:
+        """Leave observations as they are: what pieces make of tensors is in the dtypes of their spaces."""
 
+    def recent(self, name: str, count: int) -> Tree:
+        there = leaves_of(self.memory.get(name, ()))
+        if self._action_space is not None and (not there or there[0].shape[1] < count):
+            one = self.newest() if name == Columns.OBS else torch.zeros(_ROWS)
+            if name == Columns.ACTIONS:  # onnxruntime chooses among few types of whole numbers
+                row = map_tree(torch.from_numpy, row_of(self._action_space, _ROWS))
+                one = map_tree(lambda leaf: leaf if leaf.is_floating_point() else leaf.long(), row)
+            self.memory[name] = map_tree(lambda leaf: leaf.new_zeros(_ROWS, count, *leaf.shape[1:]), one)
+        return map_tree(lambda leaf: leaf[:, -count:], self.memory[name])
 
-@dataclass(slots=True)
-class Plan:
-    """Pieces as functions of tensors, and what they remember: arrays any[...] like it."""
+    def steps_there(self, count: int) -> Any:
+        return self.recent(_THERE, count) > 0
 
-    forms: list[Form] = field(default_factory=list)
-    memory: list[Tensor] = field(default_factory=list)
-    takes_rewards: bool = False
-    is_stacked: bool = False
-
-
-# Pieces before the module
-
-
-def add_form(piece: ConnectorV2, plan: Plan) -> None:
-    """Add a piece's form to a plan. Raises PolicyError, with the piece's name, where it has none."""
-    kind = type(piece)
-    if kind not in _BEFORE or getattr(piece, "multi_agent", False):
-        raise _without_form(piece)
-    add = _BEFORE[kind]
-    if add is None:
-        return
-    if plan.is_stacked and add is not _frames:
-        raise PolicyError(f"'{piece.name}' rewrites observations behind FrameStacking, expected it before")
-    add(piece, plan)
+    def memory_after(self, actions: Tree) -> dict[str, Tree]:
+        """What is remembered after a step with the module's actions, any[N, ...]."""
+        there = None if self._begins is None else torch.ones_like(self._begins)
+        newest = {Columns.OBS: self.newest(), Columns.ACTIONS: actions, _THERE: there}
+        memory = {
+            name: map_tree(_later, self.memory[name], newest[name]) for name in self.memory.keys() & newest.keys()
+        }
+        return self.memory | memory
 
 
-def _rewritten(piece: Any, plan: Plan) -> None:
-    """Add the form of a piece that makes other observations any[N, ...] of them, and remembers nothing."""
-
-    def form(step: Step) -> None:
-        step.observation = piece.rewritten(step.observation)
-
-    plan.forms.append(form)
+def _later(past: Tensor, newest: Tensor) -> Tensor:
+    """Values any[N, count, ...] one step later."""
+    return torch.cat([past[:, 1:], newest[:, None].to(past.dtype)], 1)
 
 
-def _without_form(piece: ConnectorV2) -> PolicyError:
-    known = ", ".join(sorted(cls.__name__ for cls in _BEFORE))
-    return PolicyError(
-        f"'{piece.name}' ({type(piece).__name__}) has no tensor form, which an ONNX program is made of; expected none "
-        f"but {known}"
-    )
+def has_form(piece: Any) -> bool:
+    """True for a class of rollflow's own pieces that act on tensors alone."""
+    return (piece.on_device or piece in _ON_TENSORS) and not piece.is_of_user
 
 
-def _filtered(piece: MeanStdFilter, plan: Plan) -> None:
-    if piece.update_stats:
-        raise PolicyError(f"'{piece.name}' learns while it acts, which an ONNX program can't; expected learns=False")
-    mean, deviation = torch.from_numpy(np.array(piece.mean)), torch.from_numpy(np.array(piece.deviation))
-
-    def filtered(kept: list[Tensor]) -> Iterator[Tensor]:
-        rows = torch.cat([leaf.reshape(leaf.shape[0], -1).double() for leaf in kept], 1)
-        return parts_like(kept, piece.scaled(rows, mean, deviation, torch).float())
-
-    def form(step: Step) -> None:
-        step.observation = piece.map_boxes(filtered, step.observation)
-
-    plan.forms.append(form)
-
-
-def _frames(piece: FrameStacking, plan: Plan) -> None:
-    if plan.is_stacked:  # the batch has observations already
-        return
-    plan.is_stacked, count = True, piece.num_frames
-    items = [np.asarray(leaf) for leaf in leaves_of(item_of(cast("Any", piece.input_observation_space)))]
-    plan.memory += [torch.from_numpy(np.zeros((count - 1, *leaf.shape), leaf.dtype)) for leaf in items if count > 1]
-
-    def stacked(step: Step, leaf: Tensor) -> Tensor:
-        frames = leaf[:, None]
-        if count > 1:
-            frames = torch.cat([step.recall(), frames], 1)
-            step.kept.append(frames[:, 1:])
-        beside = frames.movedim(1, -2)
-        return beside.flatten(-2)
-
-    def form(step: Step) -> None:
-        step.stacked = map_tree(lambda leaf: stacked(step, leaf), step.observation)
-
-    plan.forms.append(form)
-
-
-def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
-    actions, rewards, space = piece.n_prev_actions, piece.n_prev_rewards, cast("Any", piece.input_action_space)
-    width = flat_size(space) if space is not None else 0
-    plan.memory += [torch.zeros(actions * width)] if actions else []
-    plan.memory += [torch.zeros(rewards)] if rewards else []
-    plan.takes_rewards |= rewards > 0
-
-    def form(step: Step) -> None:
-        parts: dict[str, Any] = {piece.ORIG_OBS_KEY: step.observation}
-        if actions:
-            chosen = parts[piece.PREV_ACTIONS_KEY] = step.recall()
-            step.later.append(
-                (len(step.kept), lambda newest: torch.cat([chosen[:, width:], flatten(space, newest)], 1))
+def check_forms(pieces: Sequence[Any]) -> None:
+    """Raise PolicyError, with its name, for a piece that can't be part of an ONNX program where it stands."""
+    for place, piece in enumerate(pieces):
+        if not has_form(type(piece)) or getattr(piece, "multi_agent", False):
+            known = sorted(each.__name__ for each in _kinds(ConnectorV2) if has_form(each) and each.__name__[0] != "_")
+            raise PolicyError(
+                f"'{piece.name}' ({type(piece).__name__}) has no tensor form, which an ONNX program is made of; "
+                f"expected none but {', '.join(known)}"
             )
-            step.kept.append(chosen)
-        if rewards:
-            assert step.rewards is not None
-            assert step.begins is not None
-            late = torch.cat([next(step.remembered)[:, 1:], step.rewards[:, None]], 1)
-            parts[piece.PREV_REWARDS_KEY] = earned = torch.where(step.begins, torch.zeros(()), late)
-            step.kept.append(earned)
-        step.observation = parts
-
-    plan.forms.append(form)
+        if getattr(piece, "update_stats", False):
+            raise PolicyError(
+                f"'{piece.name}' learns while it acts, which an ONNX program can't; expected learns=False"
+            )
+        if piece.changes_episodes and any(type(each) is FrameStacking for each in pieces[:place]):
+            raise PolicyError(f"'{piece.name}' rewrites observations behind FrameStacking, expected it before")
 
 
-# Piece -> what adds its form to a plan; None: it changes only where numbers lie.
-_BEFORE: dict[type, Callable[[Any, Plan], None] | None] = {
-    AdaptObservations: _rewritten,
-    FlattenObservations: _rewritten,
-    OneHotObservations: _rewritten,
-    MeanStdFilter: _filtered,
-    FrameStacking: _frames,
-    PrevActionsPrevRewards: _previous,
-    AddObservationsFromEpisodesToBatch: None,
-    AddTimeDimToBatchAndZeroPad: None,
-    AddStatesFromEpisodesToBatch: None,
-    BatchIndividualItems: None,
-    NumpyToTensor: None,
-}
-
-# Pieces behind the module
-
-ActionForm = Callable[[dict[str, Any], Tree, Tree], tuple[Tree, Tree]]
-_UNCHANGED = {RemoveSingleTsTimeRankFromBatch, TensorToNumpy, UnBatchToIndividualItems, ListifyDataForVectorEnv} | {
-    ModuleToAgentUnmapping,
-    # These change nothing where nothing is explored.
-    EpsilonGreedy,
-    GaussianNoise,
-    OrnsteinUhlenbeckNoise,
-    Temperature,
-}
-
-
-def action_form(piece: Any, policy: Any) -> ActionForm | None:
-    if type(piece) in _UNCHANGED:
-        return None
-    if type(piece) is GetActions:
-        made = piece.distribution_type(policy.module, explore=False)
-
-        def likeliest(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
-            if actions is not None:
-                return actions, for_env
-            if not isinstance(made, DistributionType):
-                raise PolicyError(f"the module's distribution is {made!r}, expected that of its action space")
-            chosen: Any = made.from_logits(output[Columns.ACTION_DIST_INPUTS]).to_deterministic()
-            return chosen.sample(), for_env
-
-        return likeliest
-    if type(piece) in (NormalizeAndClipActions, ClipActions):
-        bring = piece.bringer(piece.input_action_space, TENSORS)
-
-        def brought(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
-            if for_env is None:
-                for_env = actions if bring is None else bring(actions)
-            return actions, for_env
-
-        return brought
-    if type(piece) is AdaptActions:
-
-        def adapted(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
-            return actions, piece.map(actions if for_env is None else for_env)
-
-        return adapted
-    raise _without_form(piece)
+def _kinds(kind: Any) -> Iterator[Any]:
+    """The subclasses of a class, those of theirs included."""
+    for each in kind.__subclasses__():
+        yield from (each, *_kinds(each))
 
 
 class TensorPolicy(torch.nn.Module):
@@ -263,7 +133,7 @@ class TensorPolicy(torch.nn.Module):
     names      of the inputs: observations, rewards, begins, memory
     results    of the outputs
 
-    Raises PolicyError for a policy with a piece that has no tensor form.
+    Its pieces work as on a device. Raises PolicyError for a policy with one that can't.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -273,72 +143,57 @@ class TensorPolicy(torch.nn.Module):
                 "the policy samples its actions, and an ONNX program takes the likeliest; expected explore=False"
             )
         self.module = copy.deepcopy(policy.module).cpu()
-        self._space, self._action_space = policy.observation_space, policy.action_space
-        self._plan = Plan()
-        for piece in pieces_within(policy.env_to_module):
-            add_form(piece, self._plan)
-        self._initial = self.module.get_initial_state() if is_stateful(self.module) else None
-        states = [] if self._initial is None else [torch.as_tensor(leaf) for leaf in leaves_of(self._initial)]
-        self._structure = structure_of(item_of(self._space))
-        self.example = [
-            *map(torch.from_numpy, leaves_of(row_of(self._space, _ROWS))),
-            *([torch.zeros(_ROWS)] if self._plan.takes_rewards else []),
-        ]
-        memory = [*self._plan.memory, *states]
-        if memory:
-            self.example += [torch.arange(_ROWS) == 0, *(leaf.expand(_ROWS, *leaf.shape).clone() for leaf in memory)]
-        self._has_memory = bool(memory)
-        self.names = [*sorted_names(described(self._space), "obs"), *(["rewards"] if self._plan.takes_rewards else [])]
-        kept = [f"{MEMORY}{place}" for place in range(len(memory))]
-        self.names += ["begins", *kept] if memory else []
-        self._after = [action_form(piece, policy) for piece in pieces_within(policy.module_to_env)]
+        self._action_space, observation_space = policy.action_space, policy.observation_space
+        self._before, self._after = (
+            list(pieces_within(copy.deepcopy(each))) for each in (policy.env_to_module, policy.module_to_env)
+        )
+        for pieces in (self._before, self._after):
+            check_forms(pieces)
+        self._initial = self.module.get_initial_state() if is_stateful(self.module) else {}
+        states = map_tree(lambda leaf: torch.as_tensor(leaf).expand(_ROWS, *np.shape(leaf)).clone(), self._initial)
+        observations, begins = map_tree(torch.from_numpy, row_of(observation_space, _ROWS)), torch.arange(_ROWS) == 0
+        chosen = chosen_space(self.module, self._action_space)
+        first = RecalledEpisodes(observations, None, begins, {}, chosen)
         with torch.no_grad():
-            gives_inputs = self._actions(*self._prepared(self.example))[1] is not None
-        self.results = [
-            *sorted_names(described(self._action_space), "actions"),
-            *(["action_dist_inputs"] if gives_inputs else []),
-        ]
+            output = self._acted(first, states)
+        memory, count = first.memory, len(leaves_of([first.memory, states]))
+        rewards = [torch.zeros(_ROWS)] if Columns.REWARDS in memory else []
+        given = [observations, rewards, [begins] if count else [], memory, states]
+        self._given, self.example = structure_of(given), leaves_of(given)
+        kept = [f"{MEMORY}{place}" for place in range(count)]
+        self.names = sorted_names(described(observation_space), "obs")
+        self.names += [*(["rewards"] if rewards else []), *(["begins"] if count else []), *kept]
+        self.results = sorted_names(described(self._action_space), "actions")
+        self.results += [each for each in [Columns.ACTION_DIST_INPUTS] if each in output]
         self.results += [f"{NEXT}{name}" for name in kept]
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Actions, distribution inputs where there are any, and what is to be remembered."""
-        step, output = self._prepared(leaves)
-        (actions, for_env), inputs = self._actions(step, output)
-        for place, after in step.later:
-            step.kept[place] = after(actions)
-        made = [*leaves_of(for_env), *([] if inputs is None else [inputs]), *step.kept]
-        return (*made, *leaves_of(output.get(Columns.STATE_OUT, [])))
+        given: Any = self._given.unflatten(leaves)
+        observations, rewards, begins, memory, states = given
+        episodes = RecalledEpisodes(observations, next(iter(rewards), None), next(iter(begins), None), memory)
+        output = self._acted(episodes, states)
+        chosen, inputs = output[Columns.ACTIONS], output.get(Columns.ACTION_DIST_INPUTS, ())
+        for_env = map_items(TENSORS[2], self._action_space, output.get(Columns.ACTIONS_FOR_ENV, chosen))
+        return tuple(leaves_of([for_env, inputs, episodes.memory_after(chosen), output.get(Columns.STATE_OUT, ())]))
 
-    def _prepared(self, leaves: Sequence[Tensor]) -> tuple[Step, dict[str, Any]]:
-        """The step after the pieces before the module, and the module's output."""
-        given = iter(leaves)
-        observation = optree.tree_unflatten(self._structure, [next(given) for _ in range(self._structure.num_leaves)])
-        rewards = next(given) if self._plan.takes_rewards else None
-        step = Step(observation, rewards, next(given)[:, None] if self._has_memory else None, given)
-        for form in self._plan.forms:
-            form(step)
-        seen = step.observation if step.stacked is None else step.stacked
-        if self._initial is None:
-            output = self.module.forward_inference({Columns.OBS: seen})
-            return step, dict(output)
-        state = map_tree(step.recall, self._initial)
-        output = self.module.forward_inference(
-            {Columns.OBS: map_tree(lambda leaf: leaf[:, None], seen), Columns.STATE_IN: state}
-        )
-        flat = {
-            name: column if name == Columns.STATE_OUT else map_tree(lambda leaf: leaf.squeeze(1), column)
-            for name, column in output.items()
-        }
-        return step, flat
-
-    def _actions(self, step: Step, output: dict[str, Any]) -> tuple[tuple[Tree, Tree], Tensor | None]:
-        """What the module chose and what the environment gets, and the distribution's inputs."""
-        actions, for_env = output.get(Columns.ACTIONS), None
-        for form in self._after:
-            if form is not None:
-                actions, for_env = form(output, actions, for_env)
-        given = map_items(TENSORS[2], self._action_space, actions if for_env is None else for_env)
-        return (actions, given), output.get(Columns.ACTION_DIST_INPUTS)
+    def _acted(self, episodes: RecalledEpisodes, states: Tree) -> dict[str, Any]:
+        """The module's output for the newest observations, as the pieces behind it leave that."""
+        shared: dict[str, Any] = {DEVICE: torch.device("cpu")}
+        given: dict[str, Any] = {"rl_module": self.module, "episodes": episodes, "explore": False}
+        batch: dict[str, Any] = {}
+        for piece in self._before:
+            if type(piece) is AddStatesFromEpisodesToBatch:
+                if self._initial:
+                    batch[Columns.STATE_IN] = map_tree(episodes.recalled, states, self._initial)
+            else:
+                batch = piece(batch=batch, shared_data=shared, **given)
+        batch = dict(self.module.forward_inference(batch))
+        for piece in self._after:
+            batch = piece(batch=batch, shared_data=shared, **given)
+        if not isinstance(made := shared.get(CHOSEN_BY, None), DistributionType | None):
+            raise PolicyError(f"the module's distribution is {made!r}, expected that of its action space")
+        return batch
 
 
 def onnx_bytes(policy: Any, examples: Arrays) -> bytes:

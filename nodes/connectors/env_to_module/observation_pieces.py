@@ -5,7 +5,7 @@ import copy
 import inspect
 import math
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -323,7 +323,7 @@ class PrevActionsPrevRewards(ObservationRewriter):
             actions = flatten(self._action_space_of(None), episodes.recent(Columns.ACTIONS, self.n_prev_actions))
             there = episodes.steps_there(self.n_prev_actions)[..., None]
             shown = library_of(actions).where(there, actions, 0.0)
-            parts[self.PREV_ACTIONS_KEY] = shown.reshape(len(shown), -1)
+            parts[self.PREV_ACTIONS_KEY] = shown.reshape(shown.shape[0], -1)
         if self.n_prev_rewards:
             parts[self.PREV_REWARDS_KEY] = episodes.recent(Columns.REWARDS, self.n_prev_rewards)
         return parts
@@ -685,28 +685,6 @@ class MeanStdFilter(ConnectorV2):
         counted    bool[N], the tensors' rows that are counted; None: all
         """
 
-        def filtered(parts: list[Any]) -> Iterator[Any]:
-            xp = library_of(parts[0])
-            kept = [xp.asarray(part) for part in parts]
-            wide = [xp.asarray(part.reshape(len(part), math.prod(part.shape[1:])), dtype=xp.float64) for part in kept]
-            rows = wide[0] if len(wide) == 1 else xp.concatenate(wide, 1)
-            if rows.shape[1] != self._size:
-                raise ConnectorError(
-                    f"{self.name}: observations of {rows.shape[1]} numbers, expected {self._size}, as "
-                    f"{self._space_text()} has"
-                )
-            if xp is np:
-                self._check(rows)
-                made = self.scaled(rows, *self._pushed(rows), np).astype(np.float32)
-            else:
-                made = self.scaled(rows, *self._pushed_tensors(rows, counted), torch).float()
-                made = made.masked_fill(~rows.isfinite(), torch.nan)  # found when the fragment is cut
-            return parts_like(kept, made)
-
-        return self.map_boxes(filtered, observations)
-
-    def map_boxes(self, change: Callable[[list[Any]], Iterator[Any]], observations: Tree) -> Tree:
-        """Observations, a tree of arrays or tensors `any[N, ...]`, with all the parts that are Boxes changed."""
         leaves, flags = leaves_of(observations), leaves_of(self._filtered)
         if len(leaves) != len(flags):
             raise ConnectorError(
@@ -715,14 +693,27 @@ class MeanStdFilter(ConnectorV2):
         kept = [leaf for leaf, filtered in zip(leaves, flags, strict=True) if filtered]
         if not kept:
             return observations
-        parts = change(kept)
+        xp = library_of(kept[0])
+        kept = [xp.asarray(part) for part in kept]
+        wide = [xp.asarray(part.reshape(part.shape[0], math.prod(part.shape[1:])), dtype=xp.float64) for part in kept]
+        rows = wide[0] if len(wide) == 1 else xp.concatenate(wide, 1)
+        if rows.shape[1] != self._size:
+            raise ConnectorError(
+                f"{self.name}: observations of {rows.shape[1]} numbers, expected {self._size}, as "
+                f"{self._space_text()} has"
+            )
+        if xp is np:
+            self._check(rows)
+            made = self._scaled(rows, *self._pushed(rows)).astype(np.float32)
+        else:
+            made = self._scaled(rows, *self._pushed_tensors(rows, counted)).float()
+            made = made.masked_fill(~rows.isfinite(), torch.nan)  # found when the fragment is cut
+        parts = _parts_like(kept, made)
         return map_tree(lambda leaf, filtered: next(parts) if filtered else leaf, observations, self._filtered)
 
-    def scaled(self, rows: Any, mean: Any, deviation: Any, xp: Any) -> Any:
-        """Rows f64[N, D] as their distance from the mean, in deviations.
-
-        xp    numpy or torch, whichever the arguments are of
-        """
+    def _scaled(self, rows: Any, mean: Any, deviation: Any) -> Any:
+        """Rows f64[N, D] as their distance from the mean, in deviations."""
+        xp = library_of(rows)
         if self.de_mean_to_zero:
             rows = rows - mean
         if self.de_std_to_one:
@@ -796,7 +787,7 @@ class MeanStdFilter(ConnectorV2):
         return spaces.Box(-bound, bound, space.shape, np.float32)
 
 
-def parts_like(leaves: list[Any], rows: Any) -> Iterator[Any]:
+def _parts_like(leaves: list[Any], rows: Any) -> Iterator[Any]:
     """Rows `f32[N, D]`, cut into the shapes of the leaves that they were joined from."""
     begin = 0
     for leaf in leaves:
