@@ -45,7 +45,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/offloaded": (1646, 28),
     "nodes/policies": (2475, 16),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
-    "nodes/stages": (2038, 26),  # columns and faults on a device; lanes whose actions have stopped; inference mode
+    "nodes/stages": (2045, 26),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (103, 0),  # a public name more
@@ -57,9 +57,9 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1679, 13),
-    "stream/fragments": (1599, 24),  # ready slots, what they await; columns on a device; infos of agents' lanes
+    "stream/fragments": (1619, 24),  # ready slots, and cuts in their steps as agents have; columns on a device; infos
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
-    "stream/multi_agent": (1387, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
+    "stream/multi_agent": (1368, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
     "stream/wire": (1056, 24),

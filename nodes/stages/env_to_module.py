@@ -19,6 +19,7 @@ from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
+from rollflow.stream.fragments.ready_lane import ReadyLane
 
 if TYPE_CHECKING:
     from rollflow.nodes.stages.rounds import LaneGates
@@ -229,6 +230,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         check_lookback(self.pipeline, lane.layout.lookback)
         super()._take_in(lane)
         lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
+        if isinstance(lane, ReadyLane) and self._relay is not None and self._relay.lets_run_ahead:
+            lane.run_ahead(self._num_fragments)
 
     def _show_ended(self, lane: Lane) -> None:
         """Run the pipeline over the last observations of the episodes that have just ended."""

@@ -398,6 +398,7 @@ class FragmentCredits(LaneGate, LaneListener):
               changed, as `absent` is: the reader's thread looks at them
     absent    lane that a round need not wait for, but for a round of every lane -> 1 where it has begun a fragment
     totals    lane that gives no more -> fragments that it gives in all
+    lets_run_ahead    whether a fragment may have steps that were begun in the one before
     """
 
     def __init__(self, environments: LaneSource, lag: LagBound, prefetch: int, execution: Any) -> None:
@@ -408,6 +409,7 @@ class FragmentCredits(LaneGate, LaneListener):
         self.totals: dict[int, int] = {}
         self._is_by_lane = lag.is_pacing
         self._per_lane = 1 + (min(prefetch, lag.max_lag) if lag.is_pacing and lag.max_lag is not None else prefetch)
+        self.lets_run_ahead = self._per_lane > 1 and not self._is_by_lane
         is_in_rounds = self._per_lane == 1 and environments.has_fixed_lanes and not self._is_by_lane
         # Before any of them begins its second fragment.
         self._yet_to_begin = set(self.lanes if is_in_rounds else ())
@@ -561,6 +563,11 @@ class LaneGates:
             gate.watch(changed)
 
     # What stages report
+
+    @property
+    def lets_run_ahead(self) -> bool:
+        """True if fragments may have steps that were begun in the one before: in a graph all may."""
+        return self._credits is None or self._credits.lets_run_ahead
 
     @property
     def wants_newest(self) -> bool:

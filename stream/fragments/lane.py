@@ -388,6 +388,25 @@ class SlotLane:
         begun = self.episode_start.copy(), self.episode_number.copy()
         return kind(self.layout, self.index, sequence, columns, *begun, **more)
 
+    def _next(self, stops: Any, kind: type[F], **more: Any) -> tuple[F, Any]:
+        """Begin the next fragment with the last H rows before `stops`, i64[N] or one of all slots, and those.
+
+        A slot whose step is under way has its action there. Returns also the rows: an index of arrays [row, slot, ...].
+        """
+        old, lookback, back = self.fragment, self.layout.lookback, np.arange(-self.layout.lookback, 1)
+        rows = (stops + back[:, None], self.everyone) if isinstance(stops, np.ndarray) else (stops + back,)
+        self.episode_start -= stops - lookback
+        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=True), kind, **more)
+        for name, column in new.columns.items():
+            copy_rows(column.tree, old.columns[name].tree, rows)
+            begin = lookback + (name not in (Columns.TERMINATEDS, Columns.TRUNCATEDS))
+            for leaf in (each for each in leaves_of(column.tree) if each.dtype == np.bool_):
+                leaf[begin:] = False  # what nobody writes is no end, nor a bool
+        of_each = np.broadcast_to(stops, self.everyone.shape)
+        self._copy_infos(new, of_each)
+        self._hand_on(new, of_each)
+        return new, rows
+
     def _hand_on(self, new: Fragment, stops: NDArray[np.int64]) -> None:
         """Begin the fragment `new` with what goes on from this one, whose slots end at the rows `stops`, i64[N]."""
         old, number = self.fragment, self.episode_number.tolist()
@@ -751,6 +770,16 @@ class Lane(SlotLane):
     def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
         self.episode_start[slots] = row
         self.episode_number[slots] += 1
+
+
+def copy_rows(new: Tree, old: Tree, rows: tuple[NDArray[np.int64], ...]) -> None:
+    """Copy rows of `old`, a tree of arrays `any[n, N, ...]`, to the first rows of `new`.
+
+    rows    i64[R, N] and the slots, i64[N], or i64[R] alone: of all slots the same
+    """
+    row, *slots = rows
+    for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
+        leaf[: len(row)] = source[(np.minimum(row, len(source) - 1), *slots)]
 
 
 def check_reset_rewards(slots: NDArray[np.int64], rewards: NDArray[Any]) -> None:

@@ -8,9 +8,11 @@ K of the N slots:
     episodes               those of the turn's slots, in the order of the answers
 
 A fragment begins and ends where every slot is answered for: with its last turn the lane receives all that is under
-way. So every step lies in one fragment as a whole, and without `prefetch` it is of one policy version.
+way, so that it is of one policy version. A lane that runs ahead waits for none: the newest observation and action of a
+slot that is under way move to the next fragment, in which its step ends.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +38,8 @@ class ReadyLane(Lane):
     """The N slots of a lane whose source answers for some of them at a time.
 
     layout     of fragments of T vector steps, under NEXT_STEP autoreset. A slot makes at most 2T steps in a fragment,
-               which has T·N answers, or fewer where a slot has made so many: it has rows for them
+               which has T·N answers, or fewer where a slot has made so many: it has rows for them. Where the lane runs
+               ahead, the last turn may bring it a few more
     receive    gives the next answers for slots that are under way, as `record_step` takes them
 
     at         i64[N] row of each slot's newest observation. All is written by `row * N + slot`, as one number: for a
@@ -55,8 +58,8 @@ class ReadyLane(Lane):
     ) -> None:
         super().__init__(index, replace(layout, num_rows=2 * layout.num_rows), observation_space, is_shared=is_shared)
         self._receive = receive
-        self._last_turn = layout.num_slots * (layout.num_rows - 1)  # answers beyond which no more actions are sent
-        self._answers = self._answers_before = 0  # in the fragment, and in those before
+        self._num_ahead: float = 0  # fragments, the first ones, at whose ends none is waited for
+        self._answers = self._answers_before = self._turns = 0  # answers in the fragment, in those before, and turns
         self._places = self.everyone + layout.lookback * layout.num_slots  # row * N + slot, of all slots
         self._turn = self._places.copy()  # of the turn's slots
         self._most = self._last_row * layout.num_slots
@@ -64,6 +67,12 @@ class ReadyLane(Lane):
         self._flat: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a reset's
         self._has_come = np.zeros(layout.num_slots, np.bool_)  # slots whose answer has come since the turn began
+        self._begin_fragment()
+
+    def run_ahead(self, num_fragments: int | None) -> None:
+        """Wait at no fragment's end for slots that are under way, but at that of the last of so many (None: no end)."""
+        self._num_ahead = math.inf if num_fragments is None else num_fragments - 1
+        self._begin_fragment()
 
     @property
     def at(self) -> Slots:
@@ -124,16 +133,17 @@ class ReadyLane(Lane):
         infos                      gymnasium's vector form, over the K slots
         slots                      i64[K]
 
-        With the last answers of a fragment, all that is under way is received: the turn has every slot.
+        With the last answers of a fragment that is not ahead, all that is under way is received: the turn has every
+        slot.
         """
         parts = [self._take_in((observations, rewards, terminateds, truncateds, infos, slots))]
-        if self.at_start:
-            self.at_start = self._typing = False
+        self._turns += 1
         # No slot has made as many steps as it has rows for before there were as many turns.
-        is_late = self._answers >= self.layout.num_rows * len(slots)
-        if self._answers > self._last_turn or (is_late and self._places[slots].max() >= self._most):
+        is_late = self._turns >= self.layout.num_rows
+        if self._answers >= self._enough or (is_late and self._places[slots].max() >= self._most):
             self.is_full = True
-            parts += self._received(self.layout.num_slots - len(slots))
+            if not self._is_ahead:
+                parts += self._received(self.layout.num_slots - len(slots))
         self._begin_turn(*joined_answers(parts))
         self.vector_steps = (self._answers_before + self._answers) // self.layout.num_slots
 
@@ -159,6 +169,7 @@ class ReadyLane(Lane):
             check_reset_rewards(begun, rewards[were_reset])
             self.num_steps -= len(begun)
         # What raised so far was not taken in: it counts as under way.
+        self.at_start = self._typing = False
         self._places[slots] = places + self.layout.num_slots
         self._has_come[slots] = True
         self._answers += count
@@ -247,29 +258,28 @@ class ReadyLane(Lane):
     def cut(self) -> Fragment:
         """Return the fragment, read-only, with zeros behind each slot's last step, and begin the next one."""
         old, lookback, stops = self.fragment, self.layout.lookback, self.at
-        new_columns = self.columns.like(old.columns, are_written=True)
-        rows = stops + np.arange(-lookback, 1)[:, None]
-        beyond = np.arange(stops.min(), stops.max())[:, None] >= stops
-        for name, column in new_columns.items():
-            is_obs = int(name == Columns.OBS)
-            kept, left = rows[: lookback + is_obs], slice(stops.min() + is_obs, stops.max() + is_obs)
-            for leaf, source in zip(leaves_of(column.tree), leaves_of(old.columns[name].tree), strict=True):
-                leaf[: len(kept)] = source[kept, self.everyone]
-                source[left][beyond] = 0
-            if name in _FLAGS:
-                column.tree[lookback:] = False
-        self.episode_start -= stops - lookback
-        new = self._fragment(old.sequence + 1, new_columns, Fragment)
+        new, _ = self._next(stops, Fragment)
         new.episode_start[self._resets] = lookback + 1
         new.episode_number[self._resets] += 1
-        self._copy_infos(new, stops)
-        self._hand_on(new, stops)
+        first, last = stops.min(), stops.max()
+        beyond = np.arange(first, last)[:, None] >= stops
+        for name, column in old.columns.items():
+            is_obs = int(name == Columns.OBS)
+            for leaf in leaves_of(column.tree):
+                leaf[first + is_obs : last + is_obs][beyond] = 0
         old.seal_at(stops)
         self._places = self.everyone + lookback * self.layout.num_slots
         self._turn, self._flat = self._places[self.episodes.slots], {}
-        self._answers_before, self._answers = self._answers_before + self._answers, 0
+        self._begin_fragment()
         self.at_start, self.is_full = True, False
         return old
+
+    def _begin_fragment(self) -> None:
+        """Count the answers of a fragment from now on."""
+        layout, self._is_ahead = self.layout, self.sequence < self._num_ahead
+        # Where the others are waited for, no more actions are sent once they make the fragment full.
+        self._enough = layout.num_slots * layout.num_rows // 2 - (0 if self._is_ahead else layout.num_slots - 1)
+        self._answers_before, self._answers, self._turns = self._answers_before + self._answers, 0, 0
 
     def release(self) -> None:
         super().release()

@@ -23,9 +23,9 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, stack_trees
 from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss
-from rollflow.stream.fragments.lane import LaneColumns, SlotLane, outputs_error
+from rollflow.stream.fragments.lane import LaneColumns, SlotLane, copy_rows, outputs_error
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, column_name, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
@@ -405,32 +405,19 @@ class AgentLane(SlotLane):
 
     def cut(self, clock: EnvClock) -> AgentFragment:
         """Return the fragment, read-only, and begin the next one, with a clock and the last H steps of every slot."""
-        old, lookback = self.fragment, self.layout.lookback
-        columns = self.columns.like(old.columns, are_written=self.raw is None)
-        new = self._fragment(old.sequence + 1, columns, AgentFragment, part=self.part, env_clock=clock)
-        # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
-        copied = np.arange(-lookback, 1)[:, None]
-        rows: Any = (self.at + copied, self.everyone) if self._row is None else (self._row + copied[:, 0],)
-        for name, column in new.columns.items():
-            _copy(column.tree, old.columns[name].tree, rows)
-            begin = lookback + (name not in (Columns.TERMINATEDS, Columns.TRUNCATEDS))
-            for leaf in (each for each in leaves_of(column.tree) if each.dtype == np.bool_):
-                leaf[begin:] = False  # what nobody writes is no end, nor a bool
-        _copy(new.clock, old.clock, rows)
+        old, stops = self.fragment, self.at if self._row is None else self._row
+        new, rows = self._next(stops, AgentFragment, part=self.part, env_clock=clock)
+        copy_rows(new.clock, old.clock, rows)
         new.module_of[:] = self.module
-        self.episode_start -= self.at - lookback
-        new.episode_start[:] = self.episode_start
-        self._copy_infos(new, self.at)
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(map(self.module_id, range(len(self.modules)))), self._outputs_by_id()
-        self._hand_on(new, self.at)
         self._blocks.clear()
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
         if old.early:
-            self.fragment.early = self._early_so_far(old.early, clock.started)
+            new.early = self._early_so_far(old.early, clock.started)
         return old
 
     def forget(self, module: int) -> None:
@@ -684,13 +671,3 @@ def places_of(slots: Slots, agents: int, num_slots: int) -> slice | None:
     places = range(agents)[own[0] : own[-1] + 1 : step] if own and own[-1] < agents else range(0)
     everywhere = np.add.outer(np.arange(envs) * agents, np.array(places, np.int64)).reshape(-1)
     return slice(own[0], own[-1] + 1, step) if len(places) and np.array_equal(slots, everywhere) else None
-
-
-def _copy(new: Tree, old: Tree, rows: tuple[NDArray[np.int64], ...]) -> None:
-    """Copy rows of `old`, a tree of arrays `any[n, S, ...]`, to the first rows of `new`.
-
-    rows    i64[R, S] and the slots, i64[S], or i64[R] alone: of all slots the same
-    """
-    row, *slots = rows
-    for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
-        leaf[: len(row)] = source[(np.minimum(row, len(source) - 1), *slots)]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
@@ -30,6 +31,18 @@ class ByEpisodes(ConnectorV2):
     def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
         for episode in self.single_agent_episode_iterator(episodes):
             episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
+        return batch
+
+
+class Doubled(ConnectorV2):
+    """Writes twice every observation, as floats."""
+
+    def recompute_output_observation_space(self, observations: gym.Space[Any], actions: gym.Space[Any]) -> Any:
+        return gym.spaces.Box(0, 2.0**32, observations.shape, np.float64)
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in episodes:
+            episode.set_observations(new_data=episode.get_observations(-1) * 2.0, at_indices=-1)
         return batch
 
 

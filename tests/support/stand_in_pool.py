@@ -13,18 +13,29 @@ from rollflow.stream.data.tree import stack_trees
 class StandInPool(VectorEnv[Any, Any, Any]):
     """Steps an environment where its action is sent, and answers for any `batch_size` of those under way.
 
-    odds    how much oftener than the one before it each environment is answered for; 1: all alike
+    odds     how much oftener than the one before it each environment is answered for; 1: all alike
+    lasts    seconds that a step of each environment lasts, on average: the first that are ready are answered for
+
+    clock    seconds that have gone by
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
-    def __init__(self, envs: Sequence[gym.Env[Any, Any]], batch_size: int, seed: int = 0, odds: float = 1.0) -> None:
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        batch_size: int,
+        seed: int = 0,
+        odds: float = 1.0,
+        lasts: Sequence[float] | None = None,
+    ) -> None:
         self.envs, self.num_envs = envs, len(envs)
         self.single_observation_space, self.single_action_space = envs[0].observation_space, envs[0].action_space
         self.config = {"num_envs": self.num_envs, "batch_size": batch_size}
         self.under_way: dict[int, tuple[Any, ...]] = {}
         self._ended: set[int] = set()
-        self._random, self._odds = np.random.default_rng(seed), odds
+        self._random, self._odds, self._lasts = np.random.default_rng(seed), odds, lasts
+        self._due, self.clock = np.zeros(self.num_envs), 0.0
 
     def async_reset(self) -> None:
         for number, env in enumerate(self.envs):
@@ -35,6 +46,8 @@ class StandInPool(VectorEnv[Any, Any, Any]):
         for number, action in zip(ids.tolist(), actions, strict=True):
             assert number not in self.under_way
             env = self.envs[number]
+            if self._lasts is not None:
+                self._due[number] = self.clock + self._lasts[number] * self._random.uniform(0.5, 1.5)
             if number in self._ended:
                 self._ended.remove(number)
                 observation, info = env.reset()
@@ -46,10 +59,14 @@ class StandInPool(VectorEnv[Any, Any, Any]):
             self.under_way[number] = answer
 
     def recv(self) -> tuple[Any, ...]:
-        waiting = list(self.under_way)
-        assert len(waiting) >= self.config["batch_size"], "it would wait for ever"
-        weights = np.power(self._odds, waiting, dtype=np.float64)
-        chosen = self._random.choice(waiting, self.config["batch_size"], replace=False, p=weights / weights.sum())
+        waiting, size = np.array(list(self.under_way)), self.config["batch_size"]
+        assert len(waiting) >= size, "it would wait for ever"
+        if self._lasts is None:
+            weights = np.power(self._odds, waiting, dtype=np.float64)
+            chosen = self._random.choice(waiting, size, replace=False, p=weights / weights.sum())
+        else:
+            chosen = waiting[np.argsort(self._due[waiting], kind="stable")[:size]]
+            self.clock = max(self.clock, float(self._due[chosen[-1]]))
         answers = [self.under_way.pop(int(number)) for number in chosen]
         observations, rewards, terminateds, truncateds, infos = zip(*answers, strict=True)
         info = {"env_id": chosen.astype(np.int32), "elapsed_step": np.zeros(len(chosen), np.int32)}

@@ -12,24 +12,28 @@ from fragment_equality import assert_alike
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, logits_of, numbered_envs
-from piece_forms import ByEpisodes, equal
+from piece_forms import ByEpisodes, Doubled, equal
 from property_examples import examples
 from stand_in_pool import StandInPool
 from ways import WAYS
 
-from rollflow import Fragment, GeneralAdvantageEstimation, Rollout
+from rollflow import Fragment, GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.nodes import LambdaConnector
+from rollflow.stream.testing import check
 
 few = settings(max_examples=examples(40))
 READY = "ready"  # whichever slots are ready, of a pool that answers for some at a time
+AHEAD = "ready, ahead"  # the same with prefetch: fragments end while slots are under way
 Mode = AutoresetMode | str
-MODES = st.sampled_from([*AutoresetMode, READY])
+ON_POLICY = st.sampled_from([*AutoresetMode, READY])
+MODES = ON_POLICY | st.just(AHEAD)
 
 
 def made(drawn: Setting, mode: Mode, **options: Any) -> tuple[list[NumberedEnv], Rollout]:
     """The environments, and a rollout over vector environments of them, one per lane."""
     envs, makers = numbered_envs(drawn.slots, lengths=(1, drawn.longest), nested=drawn.nested)
-    if mode == READY:
+    if mode in (READY, AHEAD):
+        options = {"prefetch": int(mode == AHEAD), **options}
         lanes = np.array_split(np.arange(drawn.slots), drawn.lanes)
         pools = [pool_of([envs[slot] for slot in lane], drawn.seed) for lane in lanes]
         return envs, rollout_of(drawn, pools, **{"num_fragments": None, **options})
@@ -105,7 +109,7 @@ def test_outputs_are_those_of_the_forward_pass_that_made_the_action(drawn: Setti
 
 
 @few
-@given(drawn_settings, MODES)
+@given(drawn_settings, ON_POLICY)
 def test_without_prefetch_every_fragment_is_of_one_policy_version(drawn: Setting, mode: Mode) -> None:
     _, rollout = made(drawn, mode, num_fragments=4)
     with rollout:
@@ -115,20 +119,40 @@ def test_without_prefetch_every_fragment_is_of_one_policy_version(drawn: Setting
     assert number <= 3
 
 
-@pytest.mark.slow
+class Sums(RLModule):
+    """Its state adds up what it has seen in the episode."""
+
+    def get_initial_state(self) -> Any:
+        return {"sum": torch.zeros(3)}
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        sums = batch["state_in"]["sum"][:, None] + batch["obs"].float().cumsum(1)
+        return {"action_dist_inputs": logits_of(sums), "sums": sums, "state_out": {"sum": sums[:, -1]}}
+
+
+def whole_episodes(rollout: Rollout) -> dict[int, list[Any]]:
+    """The states of whole episodes by their environment, without ids."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    with rollout:
+        for fragment in rollout.fragments(complete_episodes=True):
+            for episode in fragment.episodes():
+                state = {key: part for key, part in episode.get_state().items() if key != "id_"}
+                found[episode.lane + episode.slot].append(state | {"initial_state": episode.initial_state})
+    return found
+
+
 @few
-@given(drawn_settings)
-def test_the_autoreset_modes_give_the_same_transitions(drawn: Setting) -> None:
-    logs = []
-    for mode in AutoresetMode:
-        envs, rollout = made(drawn, mode, explore=False)
-        run(rollout, 4 * drawn.lanes)
-        logs.append([env.log for env in envs])
-    for others in logs[1:]:
-        for first, other in zip(logs[0], others, strict=True):
-            shared = min(len(first), len(other))
-            assert shared > 0
-            assert first[:shared] == other[:shared]
+@given(drawn_settings, MODES, st.booleans())
+def test_episodes_are_those_of_lanes_of_one_slot_each(drawn: Setting, mode: Mode, is_doubled: bool) -> None:
+    drawn, seeds = drawn._replace(nested=False, lanes=1, lookback=1 + drawn.lookback), list(range(drawn.slots))
+    options: Any = {"env_to_module_connector": lambda env: Doubled()} if is_doubled else {}
+    options |= {"module": Sums(), "explore": False, "num_fragments": 6}
+    _, rollout = made(drawn, mode, **options, **({"seed": seeds} if isinstance(mode, AutoresetMode) else {}))
+    ours = whole_episodes(rollout)
+    _, alone = made(drawn._replace(lanes=drawn.slots), AutoresetMode.NEXT_STEP, **options, seed=seeds)
+    for slot, others in whole_episodes(alone).items():
+        for mine, other in zip(ours[slot], others, strict=False):
+            check(mine, other, atol=0.0)
 
 
 @few
@@ -150,7 +174,7 @@ def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: Mo
 
 
 @few
-@given(drawn_settings, MODES, st.integers(1, 4))
+@given(drawn_settings, ON_POLICY, st.integers(1, 4))
 def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Mode, count: int) -> None:
     fragments = []
     names = "env_to_module_connector", "module_to_env_connector"
@@ -161,7 +185,7 @@ def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Mode, 
         assert_alike(fragments[0], others)
 
 
-@pytest.mark.parametrize("mode", [*AutoresetMode, READY])
+@pytest.mark.parametrize("mode", [*AutoresetMode, READY, AHEAD])
 def test_a_piece_sees_every_observation_once(mode: Mode) -> None:
     seen: list[tuple[int, ...]] = []
 

@@ -14,27 +14,16 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
+from piece_forms import Doubled
 from property_examples import examples
 from stand_in_pool import StandInPool
 from ways import WAYS
 
-from rollflow import ConnectorV2, Forward, Fragment, RLModule, Rollout
+from rollflow import Forward, Fragment, RLModule, Rollout
 from rollflow.nodes.offloaded.fragment_message import fragment_of, message_of
 from rollflow.stream.data.errors import EnvError, WireError
 
 few = settings(max_examples=examples(30))
-
-
-class Doubled(ConnectorV2):
-    """Writes twice every observation, as floats."""
-
-    def recompute_output_observation_space(self, observations: gym.Space[Any], actions: gym.Space[Any]) -> Any:
-        return gym.spaces.Box(0, 2.0**32, observations.shape, np.float64)
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in episodes:
-            episode.set_observations(new_data=episode.get_observations(-1) * 2.0, at_indices=-1)
-        return batch
 
 
 def steps_made(pool: StandInPool) -> int:
@@ -53,6 +42,7 @@ def test_chunks_join_without_gap_or_repeat(drawn: Setting, is_doubled: bool, odd
     pool = pool_of(slots, drawn.slots, seed=drawn.seed, odds=odds)
     options: Any = {"env_to_module_connector": lambda env: Doubled()} if is_doubled else {}
     options |= {"forward": Forward(max_batch=slots)} if is_joint else {}
+    options["prefetch"] = drawn.prefetch
     stops: dict[str, int] = {}
     factor, module = 1 + is_doubled, NumberedModule()
     for fragment in WAYS["loop"](rollout_of(drawn, pool, module=module, num_fragments=None, **options), 4, id):
@@ -87,7 +77,8 @@ def test_a_drain_hands_out_every_step(lanes: int, forward: Forward, prefetch: in
 @few
 @given(drawn_settings, st.integers(1, 3))
 def test_fragments_are_the_same_behind_the_wire(drawn: Setting, odds: int) -> None:
-    rollout = rollout_of(drawn, pool_of(2 * drawn.slots, drawn.slots, seed=drawn.seed, odds=odds))
+    pool = pool_of(2 * drawn.slots, drawn.slots, seed=drawn.seed, odds=odds)
+    rollout = rollout_of(drawn, pool, prefetch=drawn.prefetch)
     with rollout:
         for fragment in rollout.fragments():
             spaces = [fragment.observation_space]
@@ -117,6 +108,30 @@ def test_a_fragment_ends_with_as_many_answers_or_where_a_slot_has_twice_as_many(
             assert not pool.under_way
             answers = int((fragment.stops - fragment.first_row).sum())
             assert answers == 4 * 8 if rows is None else (fragment.num_rows, answers < 4 * 8) == (rows, True)
+
+
+def seconds_of_others(slow: float, prefetch: int) -> float:
+    """Seconds in which 63 environments make 4,000 steps beside one whose steps last `slow`, where theirs last one."""
+    pool, seconds, others = pool_of(64, 4, lasts=[slow] + [1.0] * 63), list[float](), 0
+    usual = pool.recv
+
+    def recv() -> Any:
+        nonlocal others
+        answer = usual()
+        others += np.count_nonzero(answer[-1]["env_id"])
+        if others >= 4000:
+            seconds.append(pool.clock)
+        return answer
+
+    pool.recv = recv  # type: ignore[method-assign]
+    with Rollout(pool, module=NumberedModule(), fragment_length=8, prefetch=prefetch, num_fragments=10) as rollout:
+        list(rollout.fragments())
+    return seconds[0]
+
+
+def test_one_slow_environment_of_64_slows_the_others_by_less_than_2_percent_under_prefetch() -> None:
+    assert seconds_of_others(100.0, prefetch=1) < 1.02 * seconds_of_others(1.0, prefetch=1)
+    assert seconds_of_others(100.0, prefetch=0) > 5 * 4000 / 63
 
 
 def test_a_reward_that_is_not_finite_is_refused_where_it_stands() -> None:
