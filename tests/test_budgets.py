@@ -34,7 +34,7 @@ BUDGETS = {  # folder -> code lines, classes
         690,
         8,
     ),  # environments of tensors, with checks of their own; columns on a device; faults on a device
-    "nodes/env": (2008, 28),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
+    "nodes/env": (2002, 28),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
     "nodes/env/remote": (1685, 18),  # hosts of another version refused
     "nodes/env/workers": (1820, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
@@ -45,7 +45,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/offloaded": (1646, 28),
     "nodes/policies": (2475, 16),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
-    "nodes/stages": (2045, 26),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
+    "nodes/stages": (2026, 25),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (103, 0),  # a public name more
@@ -59,7 +59,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/episodes": (1679, 13),
     "stream/fragments": (1619, 24),  # ready slots, and cuts in their steps as agents have; columns on a device; infos
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
-    "stream/multi_agent": (1368, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
+    "stream/multi_agent": (1359, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
     "stream/wire": (1056, 24),

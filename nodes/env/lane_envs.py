@@ -43,7 +43,7 @@ COMMON_INFO = "__common__"  # the key of infos that are no agent's; told to nobo
 
 _NAMES = ("observations", "rewards", "terminateds", "truncateds", "infos")
 _FLAGS = ("terminateds", "truncateds")
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 _MAPPING_ERRORS = (AttributeError, KeyError, TypeError, ValueError)  # of what is no dict, or has unknown agents
 
 
@@ -323,6 +323,7 @@ class ArrayEnvs:
         if not is_whole(env.num_envs) or env.num_envs < 1:
             raise EnvError(f"'num_envs' is {env.num_envs!r}, expected a whole number, 1 or more")
         self.num_envs = int(env.num_envs)
+        self._shape = (self.num_envs,)  # of end flags
         agents = [part.agents for part in self.parts]
         self._slots = AgentNumbers(agents, self.num_envs, first_env)
         self._sizes = [len(part.agents) for part in self.parts]
@@ -353,7 +354,7 @@ class ArrayEnvs:
         answer = self.env.reset_arrays(seeds)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvError(
-                f"environments from {self._slots.first_env}: reset_arrays gave a {type(answer).__name__}, expected a "
+                f"{self._first_named}: reset_arrays gave a {type(answer).__name__}, expected a "
                 "tuple: observations per part, and infos, () where there are none"
             )
         observations, infos = answer
@@ -366,32 +367,30 @@ class ArrayEnvs:
         """Step every environment with everybody's actions."""
         made = self.env.step_arrays(self._by_env(actions))
         if not isinstance(made, ArrayStep):
-            raise EnvError(
-                f"environments from {self._slots.first_env}: step_arrays gave a {type(made).__name__}, expected "
-                "an ArrayStep"
-            )
-        observations = self._flat(made.observations, self.num_envs, "observations")
+            raise EnvError(f"{self._first_named}: step_arrays gave a {type(made).__name__}, expected an ArrayStep")
+        trees, rewards, terminateds, truncateds, first, infos, first_infos = made
+        observations = self._flat(trees, self.num_envs, "observations")
         if self._steps_made in CHECKED_STEPS:
-            self._check(made.observations)
+            self._check(trees)
         self._steps_made += 1
-        terminateds = self._flags(made.terminateds, "terminateds")
-        truncateds = self._flags(made.truncateds, "truncateds")
-        if len(made.rewards) != len(self.parts):
-            raise EnvError(f"rewards of {len(made.rewards)} parts, expected {len(self.parts)}")
+        for name, flags in (("terminateds", terminateds), ("truncateds", truncateds)):
+            if not (isinstance(flags, np.ndarray) and flags.dtype is _BOOL and flags.shape == self._shape):
+                raise EnvError(f"{self._first_named}: {name} are {shown(flags)}, expected bool[{self.num_envs}]")
+        if len(rewards) != len(self.parts):
+            raise EnvError(f"rewards of {len(rewards)} parts, expected {len(self.parts)}")
         (ended, truncated), flagged = self._none_ended, self._none_flagged
         if terminateds.tobytes() != self._unset or truncateds.tobytes() != self._unset:  # quicker than to look for True
             ended = np.flatnonzero(terminateds | truncateds)
             truncated = ~terminateds[ended]
             flagged = [(np.repeat(terminateds, size), np.repeat(truncateds, size)) for size in self._sizes]
-        parts = [
-            PartStep(Observed(None, tree), self._rewards(rewards, part), *flagged[part])
-            for part, (tree, rewards) in enumerate(zip(observations, made.rewards, strict=True))
-        ]
+        parts = []
+        for part, tree in enumerate(observations):
+            parts.append(PartStep(Observed(None, tree), self._rewards(rewards[part], part), *flagged[part]))
         self._slots.steps += 1
-        infos = self._checked_infos(made.infos, range(self.num_envs), "infos")
-        first = self._first(made, ended)
-        first_infos = self._checked_infos(made.first_infos, ended.tolist(), "first infos")
-        return VectorStep(parts, ended, truncated, first, infos, first_infos)
+        infos = self._checked_infos(infos, range(self.num_envs), "infos")
+        observed = self._first(first, ended) if len(ended) else ()
+        first_infos = self._checked_infos(first_infos, ended.tolist(), "first infos")
+        return VectorStep(parts, ended, truncated, observed, infos, first_infos)
 
     def number_from(self, first_env: int) -> None:
         """Have errors name the first environment by this number, and those after it by the next ones."""
@@ -409,15 +408,17 @@ class ArrayEnvs:
             flat = map_tree(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
             check.rows(flat, partial(self._named, first))
 
+    @property
+    def _first_named(self) -> str:
+        return f"environments from {self._slots.first_env}"
+
     def _named(self, first: int, slot: int) -> str:
         """Name of a slot of the part whose slots begin at `first`."""
         return self._slots.named(first + slot)
 
-    def _first(self, made: ArrayStep, ended: NDArray[np.int64]) -> list[Observed]:
-        if not len(ended):
-            return []
+    def _first(self, first: Sequence[Tree], ended: NDArray[np.int64]) -> list[Observed]:
         self._slots.steps[ended] = 0
-        trees = self._flat(made.first, len(ended), "first observations")
+        trees = self._flat(first, len(ended), "first observations")
         if len(ended) == self.num_envs:
             return [Observed(None, tree) for tree in trees]
         return [
@@ -443,13 +444,13 @@ class ArrayEnvs:
         if len(trees) != len(self.parts):
             raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
         flat = []
-        for part, (tree, item, whole) in enumerate(zip(trees, self._items, self._whole, strict=True)):
-            if whole is not None and num_envs == self.num_envs and type(tree) is np.ndarray:
-                if tree.shape == whole[1] and tree.dtype is whole[0]:
-                    flat.append(tree.reshape(whole[2]))
-                    continue
+        for part, tree in enumerate(trees):
+            whole = self._whole[part] if num_envs == self.num_envs else None
+            if whole is not None and type(tree) is np.ndarray and tree.shape == whole[1] and tree.dtype is whole[0]:
+                flat.append(tree.reshape(whole[2]))
+                continue
             try:
-                flat.append(map_tree(partial(self._rows, part, num_envs, name), item, tree))
+                flat.append(map_tree(partial(self._rows, part, num_envs, name), self._items[part], tree))
             except EnvError:
                 raise
             except ValueError as error:
@@ -476,20 +477,13 @@ class ArrayEnvs:
                 f"{self._of(part)}: {name} are {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
             )
 
-    def _flags(self, flags: Any, name: str) -> NDArray[np.bool_]:
-        if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):
-            raise EnvError(
-                f"environments from {self._slots.first_env}: {name} are {shown(flags)}, expected bool[{self.num_envs}]"
-            )
-        return flags
-
     def _checked_infos(self, infos: Any, envs: Sequence[int], name: str) -> AgentInfos:
         """Infos of these environments. Raises EnvError for what is not agent -> dict."""
         if type(infos) is tuple and not infos:
             return ()
         if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
             raise EnvError(
-                f"environments from {self._slots.first_env}: {name} are {shown(infos)}, expected a dict for each of "
+                f"{self._first_named}: {name} are {shown(infos)}, expected a dict for each of "
                 f"{len(envs)} environments, or () where there are none"
             )
         check_infos(infos, self._slots, envs[: len(infos)], name)
@@ -497,7 +491,7 @@ class ArrayEnvs:
 
     def _of(self, part: int) -> str:
         agents = ", ".join(map(repr, self.parts[part].agents))
-        return f"environments from {self._slots.first_env}, agents {agents}"
+        return f"{self._first_named}, agents {agents}"
 
 
 LaneEnvs = MultiAgentEnvs | ArrayEnvs

@@ -1,7 +1,6 @@
 """The stages of environments with several agents: connector pieces and the cutting of fragments, forward, actions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
@@ -17,8 +16,7 @@ from rollflow.nodes.stages.module_to_env import acted, check_first_actions, conv
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.fragments.live_episode import LaneEpisodes
-from rollflow.stream.multi_agent.agent_lane import AgentLane, Slots
+from rollflow.stream.multi_agent.agent_lane import AgentLane, ModuleTurn, Slots
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.env_episodes import live_episode
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -94,26 +92,6 @@ class JointPieces:
             )
         for part, each in zip(lane.parts, shown, strict=True):
             part.take_jointly(each)
-
-
-@dataclass(slots=True, eq=False)
-class ModuleTurn:
-    """The agents of a lane that a module is to act for in this vector step.
-
-    part        that they are of
-    place       of the module in the lane
-    acting      the module
-    shown       episodes of the agents
-    batch       data between the stages: column -> tree of arrays `any[K, ...]`, or a `LaneOutput`
-    """
-
-    part: AgentLane
-    place: int
-    acting: "ActingModule"
-    shown: LaneEpisodes
-    shared_data: dict[str, Any]
-    batch: Any
-    policy_version: int = -1
 
 
 class PreparedAgents(NamedTuple):
@@ -195,16 +173,15 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                     pipeline.run(acting.module, {}, ended, acting.explore, shared_data, self._metrics)
                     part.ended.take(ended)
             part.commit_ended()
-        step = lane.step
-        for place, slots in part.by_module(part.acting):
-            shown, acting = part.show(slots, place), lane.modules[place]
-            shared_data = lane.shared_data_of(place)
+        step, run, metrics = lane.step, pipeline.run, self._metrics
+        for turn in part.turns(lane.shared_data_of):
+            shown, acting, shared_data = part.show(turn), turn.acting, turn.shared_data
             shared_data["step"] = step
-            batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
+            turn.batch = batch = run(acting.module, {}, shown, acting.explore, shared_data, metrics)
             if Columns.STATE_IN in batch:
                 record_first_states(shown, batch[Columns.STATE_IN])
             part.commit(shown)
-            lane.turns.append(ModuleTurn(part, place, acting, shown, shared_data, batch))
+            lane.turns.append(turn)
 
 
 class AgentForward:
@@ -246,9 +223,7 @@ class AgentForward:
                 served.setdefault(turn.acting, []).append((lane.index, turn))
         for acting, turns in served.items():
             where = f"module '{acting.module_id}', lanes {', '.join(str(lane) for lane, _ in turns)}"
-            acting.forward.forward_jointly(
-                [turn for _, turn in turns], [len(turn.shown.slots) for _, turn in turns], where
-            )
+            acting.forward.forward_jointly([turn for _, turn in turns], [len(turn.slots) for _, turn in turns], where)
 
     def describe(self) -> str:
         """The way passes are done, for `explain()`, where that is not as the modules have it."""
@@ -273,7 +248,6 @@ class ModuleToAgents:
         self.pipelines = pipelines
         self._act_all = with_threads(threads, self._all_actions)
         self._metrics = metrics
-        self._checked: set[tuple[int, int]] = set()  # lane and module whose first actions have been looked at
 
     def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
         """Work out the actions of all agents that are to act."""
@@ -287,38 +261,36 @@ class ModuleToAgents:
         return slowest_piece(self.pipelines)
 
     def _all_actions(self, lane: MultiAgentLane) -> list[tuple[Slots | None, Tree]]:
+        """Slots i64[K] and actions `any[K, ...]` of all agents that are to act, part by part; None for slots: all."""
         return [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]
 
     def _actions(
         self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline
     ) -> tuple[Slots | None, Tree]:
         """Slots i64[K] and actions `any[K, ...]` of all agents of a part that are to act; None for slots: all."""
-        made = []
+        chosen_space, env_space, metrics = part.layout.action_space, part.part.action_space, self._metrics
+        made, has_made_others = [], False
         for turn in lane.turns:
             if turn.part is not part:
                 continue
             try:
-                made.append(self._act(lane.index, turn, pipeline))
+                acting = turn.acting
+                context = acting.module, acting.explore, metrics
+                batch = acted(pipeline, turn.batch, turn.shown, turn.shared_data, context)
+                if turn.is_first:
+                    check_first_actions(batch, chosen_space, env_space, turn.slots)
+                for_env = convert_actions(batch, chosen_space, env_space)
+                part.record_actions(turn, batch)
             except Exception as error:
                 note_own_pieces(error, pipeline)
                 error.add_note(
                     f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}, "
-                    f"agents {_agents_of(part, turn.shown.slots)}"
+                    f"agents {_agents_of(part, turn.slots)}"
                 )
                 raise
-        return _for_envs(part, made)
-
-    def _act(self, lane: int, turn: ModuleTurn, pipeline: ModuleToEnvPipeline) -> tuple[Slots, Tree, Tree]:
-        """Act for slots i64[K]: these, actions that a piece made for environments (None: none), and those chosen."""
-        slots, part, place = turn.shown.slots, turn.part.part, turn.place
-        context = turn.acting.module, turn.acting.explore, self._metrics
-        batch = acted(pipeline, turn.batch, turn.shown, turn.shared_data, context)
-        if (lane, place) not in self._checked:
-            self._checked.add((lane, place))
-            check_first_actions(batch, part.recorded_space, part.action_space, slots)
-        convert_actions(batch, part.recorded_space, part.action_space)
-        turn.part.record_actions(slots, batch, place, turn.policy_version)
-        return slots, batch.get(Columns.ACTIONS_FOR_ENV), batch[Columns.ACTIONS]
+            made.append((turn.slots, for_env))
+            has_made_others = has_made_others or Columns.ACTIONS_FOR_ENV in batch
+        return _joined(part, made) if has_made_others else part.recorded_actions()
 
 
 def _agents_of(part: AgentLane, slots: Slots) -> list[Any]:
@@ -327,13 +299,9 @@ def _agents_of(part: AgentLane, slots: Slots) -> list[Any]:
     return [agents[place] for place in np.unique(slots % len(agents)).tolist()]
 
 
-def _for_envs(part: AgentLane, made: list[tuple[Slots, Tree, Tree]]) -> tuple[Slots | None, Tree]:
-    """Actions for the environments, in the slots' order: those chosen, or what a piece made of them."""
-    if all(actions is None for _, actions, _ in made):
-        return part.recorded_actions()
-    slots = np.concatenate([slots for slots, _, _ in made])
+def _joined(part: AgentLane, made: Sequence[tuple[Slots, Tree]]) -> tuple[Slots | None, Tree]:
+    """Actions for the environments, in the slots' order."""
+    slots = np.concatenate([slots for slots, _ in made])
     order = np.argsort(slots, kind="stable")
-    actions = map_tree(
-        lambda leaf: leaf[order], concatenate_trees([chosen if each is None else each for _, each, chosen in made])
-    )
+    actions = map_tree(lambda leaf: leaf[order], concatenate_trees([actions for _, actions in made]))
     return (None if len(slots) == part.layout.num_slots else slots[order]), actions

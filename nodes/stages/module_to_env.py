@@ -102,10 +102,11 @@ def acted(
     batch = pipeline.run(module, output, episodes, explore, shared_data, metrics)
     if Columns.ACTIONS_FOR_ENV in batch:
         batch = pipeline.to_record(batch, shared_data)
-    if not pipeline.columnar:
-        batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
-    if pipeline.has_own_pieces and DEVICE not in shared_data:
-        _refuse_nan(batch, pipeline)
+    if pipeline.has_own_pieces:
+        if not pipeline.columnar:
+            batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+        if DEVICE not in shared_data:
+            _refuse_nan(batch, pipeline)
     return batch
 
 

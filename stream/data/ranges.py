@@ -31,8 +31,8 @@ def finite_float32(rewards: NDArray[Any], named: Callable[[int], str]) -> NDArra
     if rewards.dtype != np.float32:
         with np.errstate(over="ignore"):
             values = rewards.astype(np.float32)
-    # A sum of float32 can't grow beyond float64: it is finite where all are.
-    if not isfinite(np.add.reduce(values, dtype=np.float64)):
+    # Quicker than to look at each: finite only where all are, and nearly always where they are.
+    if not isfinite(np.vdot(values, values)) and not np.isfinite(values).all():
         place = int(np.argmin(np.isfinite(values)))
         text = f"{named(place)}: its reward is {rewards[place]}, expected a finite float32"
         raise EnvError(text).see("flags")

@@ -13,7 +13,7 @@ part act in every step, they stand in one row. Then a step is a handful of write
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,69 +34,90 @@ Slots = NDArray[np.int64]
 _ACTIONS = {Columns.ACTIONS: Columns.ACTIONS}
 
 
-class SlotBlock:
-    """The slots of one module in the rows of a fragment, where it serves the same agents in every environment.
+class ModuleTurn:
+    """The slots of a part that one module is to act for in a vector step, from their episodes to its recorded outputs.
 
-        lane      whose slots all stand in one row
-        slots     i64[K] of the lane's N environments, environment by environment
-        places    of the agents in their part, K / N of them at equal distances
+        part, place    lane of the agents, and place of the module in it
+        acting         the module
+        slots          i64[K]
+        shared_data    of the module's connector pieces
 
-    All arrays are views: `[row, environment, agent, ...]` of the fragment's columns.
+    places            of the slots' agents in the part, if it is a block of them; else None
+    shown             the slots' episodes
+    is_first          True until outputs of the module have been recorded in the lane
+    batch             data between the stages: column -> tree of arrays `any[K, ...]`, or a `LaneOutput`
+    policy_version    of the weights that the batch was last made by
 
-    shown    the slots' episodes, as they were shown last
+    While all slots of the part act, the same turns are taken until modules change. If a module then
+    serves the same agents in every environment, at equal distances, they are a block: while all slots stand in one row,
+    it is read and written by views of the fragment's columns, `[row, environment, agent, ...]`.
     """
 
-    def __init__(self, lane: "AgentLane", slots: Slots, places: slice) -> None:
-        agents = len(lane.part.agents)
-        self._shape = lane.layout.num_slots // agents, agents
-        self._places, self._count = places, len(slots)
-        self._columns = lane.fragment.columns
-        self._observations = map_tree(self._rows_of, self._columns[Columns.OBS].tree)
-        self._versions = self._rows_of(self._columns[Columns.POLICY_VERSION].tree)
-        self._waits = lane.waits.reshape(self._shape)[:, places]
+    def __init__(self, part: "AgentLane", place: int, slots: Slots, shared_data: dict[str, Any]) -> None:
+        self.part, self.place, self.slots, self.shared_data = part, place, slots, shared_data
+        self.acting, self.is_first = part.modules[place], place not in part.outputs
+        self.shown: Any = None
+        self.batch: Any = None
+        self.policy_version = -1
+        agents, num_slots = len(part.part.agents), part.layout.num_slots
+        self._shape, self._count = (num_slots // agents, agents), len(slots)
+        self.places = None if part.acting is not part.everyone else places_of(slots, agents, num_slots)
+        self._observations: Tree = None
         self._newest: tuple[int, ...] = ()  # shape of observations that are one array
-        if isinstance(self._observations, np.ndarray):
-            self._newest = (self._count, *self._observations.shape[3:])
-        self.shown: LaneEpisodes | None = None
         # Name of an output, its column's rows and dtype, the shape that it has, and the shape in a row.
-        self._outputs: list[tuple[str, NDArray[Any], Any, tuple[int, ...], tuple[int, ...]]] | None = None
+        self.outputs: list[tuple[str, NDArray[Any], Any, tuple[int, ...], tuple[int, ...]]] | None = None
         self._version: int | None = None  # that all later rows have
 
-    def observations(self, row: int) -> Tree:
+    def begin_fragment(self, row: int) -> None:
+        """Go on with the same observations in another fragment, in this row."""
+        self._observations = self.outputs = self._version = None
+        if self.shown is not None and self.shown.is_settled:
+            self.shown.show_row(self, row)
+
+    def row(self, row: int) -> Tree:
         """The observations of the slots in a row, a tree of arrays any[K, ...]."""
+        if self._observations is None:
+            self._observations = map_tree(self._rows_of, self.part.fragment.columns[Columns.OBS].tree)
+            if isinstance(self._observations, np.ndarray):
+                self._newest = (self._count, *self._observations.shape[3:])
         if self._newest:
-            newest: NDArray[Any] = self._observations[row].reshape(self._newest)
-            return newest
+            return self._observations[row].reshape(self._newest)
         return map_tree(lambda leaf: leaf[row].reshape(self._count, *leaf.shape[3:]), self._observations)
 
-    def write(self, row: int, names: Mapping[str, str], outputs: Mapping[str, Tree], version: int) -> bool:
-        """Write what `AgentLane.record_actions` is given; False: an output is to be looked at before it is written.
+    def resolve(self, names: Mapping[str, str]) -> None:
+        """Find the views that `write` writes to; there are none of outputs that are trees.
 
-        names    output -> its column, for all but `actions`
+        names    output -> its column
         """
-        if self._outputs is None:
-            columns = {name: self._columns[column].tree for name, column in {**_ACTIONS, **names}.items()}
-            if not all(isinstance(column, np.ndarray) for column in columns.values()):
-                return False
-            views = {name: self._rows_of(column) for name, column in columns.items()}
-            self._outputs = [
-                (name, rows, rows.dtype, (self._count, *rows.shape[3:]), rows.shape[1:]) for name, rows in views.items()
-            ]
-        if len(outputs) != len(self._outputs):
+        columns = self.part.fragment.columns
+        trees = {name: columns[column].tree for name, column in names.items()}
+        if self.places is not None and all(isinstance(tree, np.ndarray) for tree in trees.values()):
+            views = {name: self._rows_of(tree) for name, tree in trees.items()}
+            self.outputs = [(name, v, v.dtype, (self._count, *v.shape[3:]), v.shape[1:]) for name, v in views.items()]
+            self._versions = self._rows_of(columns[Columns.POLICY_VERSION].tree)
+            self._waits = self.part.waits.reshape(self._shape)[:, self.places]
+
+    def write(self, row: int, outputs: Mapping[str, Any]) -> bool:
+        """Write what `AgentLane.record_actions` is given; False: an output is to be looked at before it is written."""
+        views = self.outputs
+        if views is None or len(outputs) != len(views):
             return False
-        for name, rows, dtype, shape, in_row in self._outputs:
-            values = outputs.get(name)
-            if type(values) is not np.ndarray or values.dtype is not dtype or values.shape != shape:
-                return False
-            rows[row] = values.reshape(in_row)
-        if version != self._version:
+        try:
+            for name, rows, dtype, shape, in_row in views:
+                values = outputs[name]
+                if values.dtype is not dtype or values.shape != shape:
+                    return False
+                rows[row] = values.reshape(in_row)
+        except (AttributeError, KeyError):
+            return False
+        if self.policy_version != self._version:
             # Later rows are written too: versions change seldom.
-            self._versions[row:] = self._version = version
+            self._versions[row:] = self._version = self.policy_version
         self._waits.fill(True)
         return True
 
     def _rows_of(self, column: NDArray[Any]) -> NDArray[Any]:
-        return column.reshape(len(column), *self._shape, *column.shape[2:])[:, :, self._places]
+        return column.reshape(len(column), *self._shape, *column.shape[2:])[:, :, self.places]
 
 
 class AgentLane(SlotLane):
@@ -135,7 +156,7 @@ class AgentLane(SlotLane):
         self.at: Slots = np.full(slots, layout.lookback)
         self.module = np.zeros(slots, np.int16)
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
-        self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
+        self.outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
         columns = self.columns.first(self.observation_space)
         self.fragment = self._fragment(0, columns, AgentFragment, part=part, env_clock=clock)
@@ -148,9 +169,7 @@ class AgentLane(SlotLane):
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
         self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
-        self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
-        self._places: dict[int, slice | None] = {}  # of these slots, by the module's place
-        self._blocks: dict[int, SlotBlock | None] = {}  # of them in this fragment, likewise
+        self._turns: Sequence[ModuleTurn] | None = None  # while all slots act, in this fragment
         self._nobody, self._unset = self.everyone[:0], bytes(slots)  # of slots: none, and flags none of which is set
 
     # Recording
@@ -164,48 +183,52 @@ class AgentLane(SlotLane):
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
         return slots
 
-    def record_actions(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
-        """Write a module's outputs for K slots: `actions` and every extra output, trees of arrays `any[K, ...]`.
-
-        module     place of the module
-        version    version of its weights
-        """
-        names = self._outputs.get(module)
+    def record_actions(self, turn: ModuleTurn, outputs: Mapping[str, Tree]) -> None:
+        """Write the outputs for a turn's slots: `actions` and every extra output, trees of arrays `any[K, ...]`."""
+        if self._row is not None and turn.write(self._row, outputs):
+            return
+        names = self.outputs.get(turn.place)
         if names is None:
-            names = self._outputs[module] = {
+            turn.is_first = False
+            names = self.outputs[turn.place] = {
                 name: self._column_for(name, values) for name, values in outputs.items() if name != Columns.ACTIONS
             }
-        block = self._block(module, slots)
-        if block is not None and block.write(self._row, names, outputs, version):  # type: ignore[arg-type]
-            return
-        columns = self.fragment.columns
-        try:
-            self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
-            for name, column in names.items():
-                self._write(columns[column], slots, outputs[name])
-            is_whole = len(outputs) == len(names) + 1
-        except KeyError:
-            is_whole = False
-        if not is_whole:
-            whose = f"lane {self.index}: the outputs of module '{self.module_id(module)}'"
+        names = {**_ACTIONS, **names}
+        columns, slots = self.fragment.columns, turn.slots
+        if outputs.keys() != names.keys():
+            whose = f"lane {self.index}: the outputs of module '{turn.acting.module_id}'"
             raise outputs_error(whose, names, outputs)
-        versions, rows = columns[Columns.POLICY_VERSION].tree, self.rows_of(slots)
-        versions[rows, slots] = version
+        for name, column in names.items():
+            self._write(columns[column], slots, outputs[name])
+        columns[Columns.POLICY_VERSION].tree[self.rows_of(slots), slots] = turn.policy_version
         self.waits[slots] = True
+        turn.resolve(names)
 
     def record_step(self, step: PartStep, vector_step: int) -> Slots:
         """Write the results of a vector step for the part; return the slots, i64[K], of agents that begin with it.
 
         vector_step    its number, counted from 1
         """
+        observed, rewards, terminateds, truncateds = step
+        row = self._row
         if (
             self.acting is self.everyone  # so that no slot has a reward from before
-            and step.observed.slots is None
-            and self._row is not None
+            and observed.slots is None
+            and row is not None
             and 0 not in self.waits.tobytes()
-            and step.terminateds.tobytes() == self._unset == step.truncateds.tobytes()
-        ):
-            self._record_row(step, vector_step)
+            and terminateds.tobytes() == self._unset == truncateds.tobytes()
+        ):  # all slots act before the step and after it, and no episode ends: flags are False already
+            columns, self._row = self.fragment.columns, row + 1
+            columns[Columns.REWARDS].tree[row] = rewards
+            self.waits.fill(False)
+            self.at += 1
+            self.num_steps += self.layout.num_slots
+            self._edited = None
+            if self.raw is None:
+                columns[Columns.OBS].write(row + 1, observed.observations)
+            else:
+                self.raw.write_items(0, self.everyone, observed.observations)
+            self.fragment.clock[row + 1] = vector_step
             return self._nobody
         self._fresh[:] = False
         self._edited, begun = None, self._nobody
@@ -271,9 +294,7 @@ class AgentLane(SlotLane):
         """Set the modules, i16[K], that serve slots, i64[K]."""
         changed = self.module[slots] != modules
         if changed.any():
-            slots, modules, self._groups = slots[changed], modules[changed], None
-            self._blocks.clear()
-            self._places.clear()
+            slots, modules, self._turns = slots[changed], modules[changed], None
             self.module[slots] = modules
             for row in np.unique(self.at[slots]).tolist():
                 here = self.at[slots] == row
@@ -301,16 +322,17 @@ class AgentLane(SlotLane):
         actions = column.items(self.rows_of(slots), slots)
         return (None if len(slots) == self.layout.num_slots else slots), actions
 
-    def by_module(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """Pairs (place of a module, i64[K] slots that it serves) of the slots given."""
-        if slots is self.everyone and self._groups is not None:
-            return self._groups
-        groups = _grouped(self.module[slots], slots)
-        if len(groups) == 1:
-            groups = [(groups[0][0], slots)]
-        if slots is self.everyone:
-            self._groups = groups
-        return groups
+    def turns(self, shared_data: Callable[[int], dict[str, Any]]) -> Sequence[ModuleTurn]:
+        """The turns of the modules that have slots to act for.
+
+        shared_data    gives what a module's connector pieces share, by its place
+        """
+        acting, turns = self.acting, self._turns
+        if turns is None or acting is not self.everyone:
+            groups = _grouped(self.module[acting], acting)
+            turns = [ModuleTurn(self, place, slots, shared_data(place)) for place, slots in groups]
+            self._turns = turns if acting is self.everyone else None
+        return turns
 
     # Reading and writing by connector pieces
 
@@ -342,22 +364,18 @@ class AgentLane(SlotLane):
         made.module_id = self.module_id(module)
         return made
 
-    def show(self, slots: Slots, module: int) -> LaneEpisodes:
-        """The episodes of a module's acting slots, for pieces; `commit` records the observations that they leave.
-
-        module    place of the module
-        """
-        is_settled = self._edited is None and self.raw is None
-        block = self._block(module, slots) if is_settled else None
-        if block is None:
-            return self._show(slots, self._newest(slots), is_settled=is_settled)
-        newest = block.observations(self._row)  # type: ignore[arg-type]
-        if block.shown is None or block.shown.is_rewritten:
-            block.shown = self._show(slots, newest, is_settled=True)
+    def show(self, turn: ModuleTurn) -> LaneEpisodes:
+        """The episodes of a turn's slots, for pieces; `commit` records the observations that they leave."""
+        row, is_settled = self._row, self._edited is None and self.raw is None
+        if row is None or turn.places is None or not is_settled:
+            turn.shown = self._show(turn.slots, self._newest(turn.slots), is_settled=is_settled)
+        elif turn.shown is None:
+            turn.shown = self._show(turn.slots, turn.row(row), is_settled=True)
         else:
-            block.shown.show(newest, is_settled=True, dtypes_of=self.observation_space)
-            self.shown = block.shown
-        return block.shown
+            self.shown = turn.shown
+            turn.shown.show_row(turn, row)
+        shown: LaneEpisodes = turn.shown
+        return shown
 
     def show_ended(self, slots: Slots) -> LaneEpisodes:
         """The episodes of some of the slots that ended with the last step, for pieces; see `EndedEpisodes.take`."""
@@ -411,19 +429,21 @@ class AgentLane(SlotLane):
         new.module_of[:] = self.module
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(map(self.module_id, range(len(self.modules)))), self._outputs_by_id()
-        self._blocks.clear()
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
+        for turn in self._turns or ():
+            turn.begin_fragment(self._row)
         if old.early:
             new.early = self._early_so_far(old.early, clock.started)
         return old
 
     def forget(self, module: int) -> None:
         """Forget a module that serves no slot any more, with the columns that only it wrote."""
-        dropped = set(self._outputs.pop(module, {}).values())
-        dropped.difference_update(*(names.values() for names in self._outputs.values()))
+        self._turns = None
+        dropped = set(self.outputs.pop(module, {}).values())
+        dropped.difference_update(*(names.values() for names in self.outputs.values()))
         self._renamed -= dropped
         for column in dropped:
             del self.fragment.columns[column]
@@ -433,13 +453,12 @@ class AgentLane(SlotLane):
         if not self._renamed:
             return self.fragment
         fragment = copy.copy(self.fragment)
-        fragment.columns = named_columns(fragment.columns, self._outputs.get(module, {}), self._renamed)
+        fragment.columns = named_columns(fragment.columns, self.outputs.get(module, {}), self._renamed)
         return fragment
 
     def release(self) -> None:
         super().release()
-        self._blocks.clear()
-        self.shown = None
+        self._turns, self.shown = None, None
 
     # Inside
 
@@ -453,39 +472,6 @@ class AgentLane(SlotLane):
             if vector_step > begin > self._begun_at[slot]:
                 sums[slot] = vector_step, sums.get(slot, (0, 0.0))[1] + reward
         return [(vector_step, slot, reward) for slot, (vector_step, reward) in sums.items()]
-
-    def _block(self, module: int, slots: Slots) -> SlotBlock | None:
-        """The slots that a module serves, as `by_module` gives them, in rows of the fragment; None: they are no block.
-
-        They are one only while all slots act and stand in one row.
-        """
-        if self._row is None or self.acting is not self.everyone:
-            return None
-        if module not in self._blocks:
-            if module not in self._places:
-                self._places[module] = places_of(slots, len(self.part.agents), self.layout.num_slots)
-            places = self._places[module]
-            self._blocks[module] = None if places is None else SlotBlock(self, slots, places)
-        return self._blocks[module]
-
-    def _record_row(self, step: PartStep, vector_step: int) -> None:
-        """Write a step with which no episode ends, where all slots act before it and after it.
-
-        Flags are False already, and all slots are in `acting`.
-        """
-        assert self._row is not None
-        self._row = row = self._row + 1
-        columns, observations = self.fragment.columns, step.observed.observations
-        columns[Columns.REWARDS].write(row - 1, step.rewards)
-        self.waits.fill(False)
-        self.at += 1
-        self.num_steps += self.layout.num_slots
-        self._edited = None
-        if self.raw is None:
-            columns[Columns.OBS].write(row, observations)
-        else:
-            self.raw.write_items(0, self.everyone, observations)
-        self.fragment.clock[row] = vector_step
 
     def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
         """Write a step after which all slots have an observation, and before which all acted."""
@@ -622,7 +608,7 @@ class AgentLane(SlotLane):
         if space is not self.observation_space:
             self.raw = Column.empty(Columns.OBS, row_of(self.observation_space, self.layout.num_slots), 1)
             self.raw.write(0, self._column.row(self.layout.lookback))
-            self._blocks.clear()
+            self._turns = None
         super()._retype(space)
 
     def _write(self, column: Column, slots: Slots, values: Tree) -> None:
@@ -647,7 +633,7 @@ class AgentLane(SlotLane):
     def _outputs_by_id(self) -> dict[Any, dict[str, str]]:
         """Module id -> name -> column, of the extra outputs that all modules with this id have alike."""
         by_id: dict[Any, dict[str, str]] = {}
-        for module, names in self._outputs.items():
+        for module, names in self.outputs.items():
             before = by_id.get(self.module_id(module), names)
             by_id[self.module_id(module)] = {
                 name: column for name, column in before.items() if names.get(name) == column
@@ -657,7 +643,8 @@ class AgentLane(SlotLane):
 
 def _grouped(modules: NDArray[np.int16], slots: Slots) -> list[tuple[int, Slots]]:
     """Pairs (module, i64[K] slots) of slots, i64[S], by their modules, i16[S]."""
-    return [(module, slots[modules == module]) for module in np.unique(modules).tolist()]
+    places = np.unique(modules).tolist()
+    return [(place, slots if len(places) == 1 else slots[modules == place]) for place in places]
 
 
 def places_of(slots: Slots, agents: int, num_slots: int) -> slice | None:

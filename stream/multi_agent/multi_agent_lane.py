@@ -88,15 +88,16 @@ class MultiAgentLane:
 
     def record_step(self, step: VectorStep) -> None:
         """Take the results of one vector step."""
-        self.vector_steps += 1
-        self.just_ended = step.ended
-        for lane, part in zip(self.parts, step.parts, strict=True):
-            self._assign(lane, lane.record_step(part, self.vector_steps))
-        if len(step.infos):
-            self._record_infos(step.infos, range(self.num_envs))
-        if len(step.ended):
-            self.clock.end(step.ended, self.vector_steps, step.truncated)
-            self._begin(step.first, step.first_infos, step.ended.tolist())
+        parts, ended, truncated, first, infos, first_infos = step
+        self.vector_steps = now = self.vector_steps + 1
+        self.just_ended = ended
+        for lane, part in zip(self.parts, parts, strict=True):
+            self._assign(lane, lane.record_step(part, now))
+        if len(infos):
+            self._record_infos(infos, range(self.num_envs))
+        if len(ended):
+            self.clock.end(ended, now, truncated)
+            self._begin(first, first_infos, ended.tolist())
 
     def lose(self, reason: str, *, is_under_way: bool = True) -> int:
         """End every episode: the environments were lost.
