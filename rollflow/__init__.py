@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         minibatches as minibatches,
     )
     from rollflow.nodes.connectors.module_to_env.action_pieces import EpsilonGreedy as EpsilonGreedy
+    from rollflow.nodes.device.jax_envs import JaxEnvs as JaxEnvs
     from rollflow.nodes.device.torch_envs import TorchEnvs as TorchEnvs
     from rollflow.nodes.env.remote.env_host import EnvHost as EnvHost
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs as RemoteEnvs, RemoteRollouts as RemoteRollouts

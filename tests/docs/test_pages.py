@@ -107,6 +107,8 @@ def test_a_pages_programs_run_and_print_what_it_says(page: Path, programs: Progr
     blocks = blocks_of(page)
     if any("OnnxPolicy" in block.text for block in blocks):
         needs("onnx", "onnxruntime", "onnxscript")
+    if any("JaxEnvs" in block.text for block in blocks):
+        needs("jax", "pgx")
     for block in blocks:
         if block.rest.startswith("file="):
             (tmp_path / block.rest.removeprefix("file=")).write_text(block.text)
