@@ -19,6 +19,7 @@ from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import Fragment, Hello, Limits, SharedAddress, parse_address
 from rollflow.stream.wire.codec.handshake import NONCE_BYTES, VERSION
+from rollflow.stream.wire.software import software
 
 _SPACE = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
 _SLOTS, _ROWS, _FRAGMENTS = 64, 16, 8
@@ -73,7 +74,7 @@ def description_of(
     return Hello(
         versions=(VERSION, VERSION),
         role=role,
-        software="benchmark",
+        software=software(),
         name=name,
         nonce=secrets.token_bytes(NONCE_BYTES),
         session=token,

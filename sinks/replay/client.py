@@ -99,7 +99,7 @@ class ReplayClient(ClosedOnExit):
         sent = copied_weights(weights)
         frame_size(sent)  # which raises for what can't be sent
         values = {"dtypes": sent.dtypes, "others": sent.others}
-        version: int = self._link.ask(self.timeout, "publish", values, sent.tensors).values["version"]
+        version: int = self._link.ask(self.timeout, "publish", values, sent.tensors).rest["values"]["version"]
         return version
 
     def report(self, module_id: str | None = None) -> ReplayReport:
@@ -107,7 +107,7 @@ class ReplayClient(ClosedOnExit):
 
         module_id    of several agents: the module; None: all together
         """
-        report = self._link.ask(self.timeout, "report", {"module_id": module_id}).values
+        report = self._link.ask(self.timeout, "report", {"module_id": module_id}).rest["values"]
         return ReplayReport(**{each.name: report[each.name] for each in fields(ReplayReport)})
 
     def close(self) -> None:
@@ -120,24 +120,25 @@ class _Link:
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._endpoint, self._name = endpoint, name[:256]
-        self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
+        self._session = wire.SenderSession(secrets.token_bytes(wire.SESSION_BYTES))
+        self._results: dict[int, wire.Fragment | None] = {}  # by the number of the request; None: it has not come
         self._ending: Exception | None = None  # once there is no more to be asked
-        self._loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
+        self._loop: SocketLoop[Peer[wire.SenderConnection]] = SocketLoop(self)
         self._loop.dial([endpoint.address], endpoint.tls)
         self._changed = threading.Condition(self._loop.lock)  # of all of the above
         self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {endpoint.address}", daemon=True)
         self._thread.start()
 
     def ask(
-        self, timeout: float, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
-    ) -> wire.Result:
+        self, timeout: float, name: str, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
+    ) -> wire.Fragment:
         """The answer to a query. Raises ReplayError where none comes in time, and if the host has refused it."""
         patience = WaitReminder(timeout)
         with self._changed:
             self._wait(patience, lambda: self._session.may_ask)
-            number = self._session.number + 1
-            self._send(wire.Query(number, self._session.done, name, values, arrays or {}))
+            query = self._session.query(arrays or {}, {"name": name, **values})
+            number = query.number
+            self._send(query)
             results = self._results
             results[number] = None
             try:
@@ -148,8 +149,8 @@ class _Link:
             finally:
                 result = results.pop(number)
         assert result is not None
-        if result.problem is not None:
-            raise ReplayError(result.problem)
+        if (problem := result.rest["problem"]) is not None:
+            raise ReplayError(problem)
         return result
 
     def _wait(self, patience: WaitReminder, is_there: Callable[[], bool]) -> None:
@@ -173,7 +174,7 @@ class _Link:
         self._loop.wakeup.ring()
         self._thread.join()
 
-    def _send(self, request: wire.Query) -> None:
+    def _send(self, request: wire.Fragment) -> None:
         """Send a request by the connection that there is, or have the next one send it."""
         peer = next((each for each in self._loop.peers if each.connection.is_open), None)
         if peer is None or peer.connection.phase is not wire.ConnectionPhase.RUNNING:
@@ -212,18 +213,18 @@ class _Link:
 
     # What the loop asks for
 
-    def connection(self, now: float) -> wire.SamplerConnection:
+    def connection(self, now: float) -> wire.SenderConnection:
         """This end of a connection with a host, which is told hello."""
         _, limits, secret, _ = self._endpoint
         nothing: dict[str, Any] = {"observation_space": {}, "action_space": {}, "autoreset": "DISABLED", "metadata": {}}
         hello = hello_of("sampler", self._name, self._session.token, limits, slots=(1,), **nothing)
-        return wire.SamplerConnection(hello, self._session, secret=secret, limits=limits, now=now)
+        return wire.SenderConnection(hello, self._session, secret=secret, limits=limits, now=now)
 
-    def handle(self, peer: Peer[wire.SamplerConnection], event: wire.Message, now: float) -> None:
+    def handle(self, peer: Peer[wire.SenderConnection], event: wire.Message, now: float) -> None:
         """Take a message of the host."""
         with self._changed:
             match event:
-                case wire.Result():
+                case wire.Fragment():
                     if event.number in self._results:  # else whoever asked waits no more
                         self._results[event.number] = event
                 case wire.Goodbye():
@@ -233,7 +234,7 @@ class _Link:
                     self._loop.drop(peer)
             self._changed.notify_all()
 
-    def fail(self, peer: Peer[wire.SamplerConnection], error: Exception, now: float) -> None:
+    def fail(self, peer: Peer[wire.SenderConnection], error: Exception, now: float) -> None:
         """Have the host dialled again, or end where that is of no use."""
         if isinstance(error, WireError) and error.code in REDIALLED:
             if peer.dialled is not None:

@@ -4,6 +4,7 @@ import logging
 import secrets
 import select
 import ssl
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import inf
@@ -41,11 +42,12 @@ _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _WINDOW = 64  # queries that a sampler may have under way
 _MOST_WAIT_S = 1e6
 _REST = 1 << 14  # bytes of an answer besides its arrays, at most
+Answer = tuple[Mapping[str, Any], Mapping[str, Any]]  # its columns, and what else there is to say
 _POSITION_BITS = 40  # of an id; above them stands the number of the host that gave it
 
 
 @dataclass(slots=True, eq=False)
-class SamplerPeer(Peer[wire.ReplayConnection]):
+class SamplerPeer(Peer[wire.ReceiverConnection]):
     """Connection of a sampler.
 
     name       that the sampler gives itself
@@ -54,7 +56,7 @@ class SamplerPeer(Peer[wire.ReplayConnection]):
     """
 
     name: str = ""
-    session: wire.ServerSession | None = None
+    session: wire.ReceiverSession | None = None
     lost_at: float | None = None
 
 
@@ -79,7 +81,7 @@ class SampleServer:
         self._endpoint = endpoint
         self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
         self._clients: dict[bytes, SamplerPeer] = {}  # newest connections, by the tokens of their sessions
-        self._held: list[tuple[wire.ServerSession, wire.Query]] = []  # samples that wait, in the order they came
+        self._held: list[tuple[wire.ReceiverSession, wire.Fragment]] = []  # samples that wait, in the order they came
         self._sockets = listen_on(endpoint.address)
         self.address = address_of(self._sockets[0])
         self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, SamplerPeer, max_strangers=_MOST_STRANGERS)
@@ -109,9 +111,9 @@ class SampleServer:
 
     # What the loop asks for
 
-    def connection(self, now: float) -> wire.ReplayConnection:
+    def connection(self, now: float) -> wire.ReceiverConnection:
         """This end of a connection with a sampler, which has to prove itself."""
-        return wire.ReplayConnection(secret=self._endpoint.secret, limits=self._endpoint.limits, now=now)
+        return wire.ReceiverConnection("sampler", secret=self._endpoint.secret, limits=self._endpoint.limits, now=now)
 
     def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:
         """Take a message of a sampler."""
@@ -123,7 +125,7 @@ class SampleServer:
             self._loop.drop(peer)
             del self._clients[peer.session.token]
             self._replay.turns.notify()
-        elif isinstance(event, wire.Query):
+        elif isinstance(event, wire.Fragment):
             self._answer_held()
             self._answer(peer.session, event)
 
@@ -147,15 +149,15 @@ class SampleServer:
         older = self._clients.get(hello.session)
         if older is None:
             self._make_room()
-        session = wire.ServerSession(hello.session, _WINDOW) if older is None else older.session
+        session = wire.ReceiverSession(hello.session, window=_WINDOW) if older is None else older.session
         assert session is not None
-        peer.connection.welcome(session, credits=session.window)
+        peer.connection.welcome(session, credits=_WINDOW)
         peer.name, peer.session = hello.name, session
         self._clients[hello.session] = peer
         self._loop.drop(older)
         self._replay.turns.notify()
 
-    def _peer_of(self, session: wire.ServerSession) -> SamplerPeer | None:
+    def _peer_of(self, session: wire.ReceiverSession) -> SamplerPeer | None:
         """The newest connection of a session; None: it is known no longer."""
         peer = self._clients.get(session.token)
         return peer if peer is not None and peer.session is session else None
@@ -178,12 +180,12 @@ class SampleServer:
 
     # Queries
 
-    def _answer(self, session: wire.ServerSession, query: wire.Query, *, is_over: bool = False) -> None:
+    def _answer(self, session: wire.ReceiverSession, query: wire.Fragment, *, is_over: bool = False) -> None:
         """Answer a query; a sample that is to wait later, unless its time is over."""
         try:
             result = self._called(session, query, is_over=is_over)
         except Exception as error:
-            result = _refusal(query.number, error)
+            result = _refusal(error)
         if result is None:
             self._held.append((session, query))
             self._waiting.start_soon(self._answer_later, session, query)
@@ -192,11 +194,11 @@ class SampleServer:
             return
         try:
             try:
-                peer.connection.answer(result)
+                peer.connection.answer(query.number, *result)
             except WireError as error:
                 if error.code == "undelivered":
                     raise
-                peer.connection.answer(_refusal(result.number, error))
+                peer.connection.answer(query.number, *_refusal(error))
         except WireError as error:
             self._loop.fail(peer, error, monotonic())
         else:
@@ -204,7 +206,7 @@ class SampleServer:
 
     async def _answer_later(self, *held: Any) -> None:
         """Wait for a sample's turn, or until its time is over."""
-        with anyio.move_on_after(held[1].values["wait_s"]):
+        with anyio.move_on_after(held[1].rest["wait_s"]):
             await self._replay.turns.wait_in_loop("sample", lambda: held not in self._answer_held())
         self._answer_held(over=held)
 
@@ -220,37 +222,37 @@ class SampleServer:
                 self._replay.turns.notify()
         return self._held
 
-    def _has_to_wait(self, session: wire.ServerSession, query: wire.Query) -> bool:
+    def _has_to_wait(self, session: wire.ReceiverSession, query: wire.Fragment) -> bool:
         """True for a sample that the rate holds back, or whose sampler may come back."""
         peer = self._peer_of(session)
-        return peer is not None and (peer.lost_at is not None or not self._replay.may_sample(query.values.get("count")))
+        return peer is not None and (peer.lost_at is not None or not self._replay.may_sample(query.rest.get("count")))
 
-    def _called(self, session: wire.ServerSession, query: wire.Query, *, is_over: bool) -> wire.Result | None:
+    def _called(self, session: wire.ReceiverSession, query: wire.Fragment, *, is_over: bool) -> Answer | None:
         """The answer to a query; None: it is to wait."""
         columns, values = {}, {}
-        module_id = query.values.get("module_id")
+        name, module_id = query.rest.get("name"), query.rest.get("module_id")
         if module_id is not None and type(module_id) not in (str, int):
             raise ReplayError(f"module_id is {shown(module_id)}, expected text, a whole number, or none")
-        if query.name == "sample":
+        if name == "sample":
             if (batch := self._sample(session, query, is_over=is_over)) is None:
                 return None
             columns = arrays_of(batch)
             for part in columns.values() if self._replay.module_ids else [columns]:
                 part[IDS] = part[IDS] + self._first_id
-        elif query.name == "update_priorities":
-            self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"), module_id)
-        elif query.name == "publish":
-            dtypes, others = query.values.get("dtypes", {}), query.values.get("others", {})
-            weights = from_arrays(Arrays(dict(query.arrays), dict(dtypes), dict(others)))
+        elif name == "update_priorities":
+            self._update_priorities(query.columns["ids"], query.columns["values"], module_id)
+        elif name == "publish":
+            dtypes, others = query.rest.get("dtypes", {}), query.rest.get("others", {})
+            weights = from_arrays(Arrays(dict(query.columns), dict(dtypes), dict(others)))
             values = {"version": self._stream.publish(weights)}
         else:
             values = asdict(self._replay.report(module_id))
-        return wire.Result(query.number, columns, values, None)
+        return columns, {"values": values, "problem": None}
 
-    def _sample(self, session: wire.ServerSession, query: wire.Query, *, is_over: bool) -> Batch | None:
+    def _sample(self, session: wire.ReceiverSession, query: wire.Fragment, *, is_over: bool) -> Batch | None:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none. None: it is to wait."""
         replay, peer = self._replay, self._peer_of(session)
-        count, wait_s = query.values.get("count"), query.values.get("wait_s", 0.0)
+        count, wait_s = query.rest.get("count"), query.rest.get("wait_s", 0.0)
         if count is not None and not (is_whole(count) and 1 <= count <= replay.capacity):
             raise ReplayError(f"count is {shown(count)}, expected 1 to {replay.capacity}, the host's capacity")
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
@@ -275,14 +277,8 @@ class SampleServer:
         self._replay.update_priorities(ids, values, module_id)
 
 
-def _array_of(query: wire.Query, name: str) -> NDArray[Any]:
-    if name not in query.arrays:
-        raise ReplayError(f"{query.name} has no {name}, expected ids and values")
-    return query.arrays[name]
-
-
-def _refusal(number: int, error: Exception) -> wire.Result:
-    return wire.Result(number, {}, {}, error_field(error))
+def _refusal(error: Exception) -> Answer:
+    return {}, {"values": {}, "problem": error_field(error)}
 
 
 class ReplayHost:

@@ -15,6 +15,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,23 @@ from rollflow.stream.data.blocks import ArrayPlaces, BlockPool, SharedBlock, blo
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
-from rollflow.stream.wire import Fragment, Lent
+from rollflow.stream.wire import Fragment
 from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.value import decode_lent, encode_value
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = field.map_of(field.tree)
+_BLOCK = field.whole(0, 1 << 53)
+_BLOCKS = field.list_of(_BLOCK, 4096)
+# `lent` in the rest of a fragment: number and bytes of blocks that are shared from now on, whose descriptors come
+# before it; blocks in which nothing more will be lent; those that this lends once, and its columns' header in them.
+_LENT = field.entries(
+    new=field.list_of(field.items(_BLOCK, field.whole(1, 1 << 40)), 4096),
+    gone=_BLOCKS,
+    blocks=_BLOCKS,
+    columns=field.nullable(field.raw_up_to(MAX_HEADER)),
+)
 
 
 class FragmentLender:
@@ -65,7 +76,7 @@ class FragmentLender:
             if block is not None and not block.is_closed:
                 self._keep_descriptor(block)
 
-    def begin(self, connection: wire.SourceConnection, transport: DescriptorTransport) -> None:
+    def begin(self, connection: wire.SenderConnection, transport: DescriptorTransport) -> None:
         """Lend through this connection from now on."""
         self.end()
         self._loans = _Loans(connection, transport)
@@ -84,13 +95,12 @@ class FragmentLender:
         if self._has_room(size):
             self._lend(message, leaves, size, loans)
         else:
-            loans.tell_of_gone()
-            loans.connection.send(message)
+            loans.send(message)
 
-    def take_back(self, message: wire.BlocksReleased) -> None:
+    def take_back(self, blocks: Sequence[int]) -> None:
         """Take back blocks that nobody reads any more. Raises WireError for one that was not lent."""
         assert self._loans is not None
-        for number in message.blocks:
+        for number in blocks:
             self._loans.take_back(number)
 
     def _has_room(self, size: int) -> bool:
@@ -121,9 +131,7 @@ class FragmentLender:
         for block in places.roots:
             self._keep_descriptor(block)
         blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in places.roots])
-        new, gone = loans.news()
-        loans.connection.send(wire.Lent(message.lane, message.number, blocks, columns, message.rest, new, gone))
-        loans.told(new, gone)
+        loans.send(message, blocks, columns)
         loans.lend(blocks, [*places.roots.values()], size)
 
 
@@ -133,7 +141,7 @@ class _Loans:
     nbytes    of all arrays that are lent
     """
 
-    def __init__(self, connection: wire.SourceConnection, transport: DescriptorTransport) -> None:
+    def __init__(self, connection: wire.SenderConnection, transport: DescriptorTransport) -> None:
         self.connection = connection
         self.nbytes = 0
         self._transport = transport
@@ -141,7 +149,7 @@ class _Loans:
         self._life, self._their_life = Descriptor(mine), [Descriptor(theirs)]
         self._numbers: weakref.WeakKeyDictionary[SharedBlock, int] = weakref.WeakKeyDictionary()
         self._count = 0
-        self._new: list[tuple[int, int]] = []  # numbers and bytes of blocks that the trainer is to be told of
+        self._new: list[list[int]] = []  # numbers and bytes of blocks that the trainer is to be told of
         self._gone: deque[int] = deque()  # blocks that are no more
         self._out: dict[int, deque[tuple[NDArray[Any], int]]] = {}  # what keeps each block from being written again
 
@@ -154,26 +162,21 @@ class _Loans:
             while self._their_life:
                 self._transport.hand_over(self._their_life.pop())
             self._transport.hand_over(descriptor)
-            self._new.append((number, block.size))
+            self._new.append([number, block.size])
             weakref.finalize(block, self._gone.append, number).atexit = False
         return number
 
-    def news(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """The numbers and bytes of blocks that are new, and the numbers of blocks that there are no more."""
-        return tuple(self._new), tuple([self._gone[place] for place in range(min(len(self._gone), 1024))])
-
-    def told(self, new: tuple[tuple[int, int], ...], gone: tuple[int, ...]) -> None:
-        """Tell no more of what the trainer was told of."""
+    def send(self, message: Fragment, blocks: tuple[int, ...] = (), columns: bytes | None = None) -> None:
+        """Send a fragment whose columns lie in blocks, by this header, or go with it, and news of blocks."""
+        new, gone = [*self._new], list(islice(self._gone, 1024))
+        if columns is not None or new or gone:
+            lent = {"new": new, "gone": gone, "blocks": [*blocks], "columns": columns}
+            own = message.columns if columns is None else {}
+            message = Fragment(message.lane, message.number, own, {**message.rest, "lent": lent})
+        self.connection.send(message)
         del self._new[: len(new)]
         for _ in gone:
             self._gone.popleft()
-
-    def tell_of_gone(self) -> None:
-        """Tell the trainer of blocks that there are no more, once it knows all that there were."""
-        new, gone = self.news()
-        if gone and not new:
-            self.connection.tell(wire.BlocksReleased(gone))
-            self.told(new, gone)
 
     def lend(self, numbers: tuple[int, ...], roots: list[NDArray[Any]], nbytes: int) -> None:
         """Keep blocks from being written again: their arrays, so many bytes of which were lent."""
@@ -200,7 +203,6 @@ class _Loans:
 
 _MOST_BLOCKS = 1 << 16  # of one connection's
 _MOST_FREED = 1024  # that are told at a time
-_MOST_CHECKED = 64  # headers that are remembered
 
 
 class FragmentBorrower:
@@ -215,28 +217,25 @@ class FragmentBorrower:
         # Shows the source that somebody has something of it, as long as it is open: whatever was lent holds it.
         self._life: Descriptor | None = None
         self._freed: deque[int] = deque()  # blocks, once for each array that has gone
-        self._checked: set[bytes] = set()  # headers that columns have had, which say all but the values
 
-    def fragment(self, message: Lent) -> Fragment:
-        """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere.
+    def fragment(self, message: Fragment) -> Fragment:
+        """A fragment with its arrays where they lie. Raises WireError if they lie nowhere.
 
         Also raises it for a new block that could be taken away again.
         """
-        for number, size in message.new:
+        rest = dict(message.rest)
+        lent = rest.pop("lent", None)
+        if lent is None:
+            return message
+        new, gone, numbers, header = _LENT(lent, "lent").values()
+        for number, size in new:
             self._map(number, size)
-        blocks = [self._array_over(number) for number in message.blocks]
-        self.forget(message.gone, message.kind)
-        columns = decode_lent(message.columns, blocks)
-        if message.columns not in self._checked:
-            columns = _COLUMNS(columns, "lent.columns")
-            self._checked = {message.columns, *list(self._checked)[:_MOST_CHECKED]}
-        return Fragment(message.lane, message.number, columns, message.rest)
-
-    def forget(self, blocks: Sequence[int], kind: str) -> None:
-        """Forget blocks that a message of this kind says are gone. Raises WireError for one that there is not."""
-        for number in blocks:
+        blocks = [self._array_over(number) for number in numbers]
+        for number in gone:
             if self._blocks.pop(number, None) is None:
-                raise WireError(f"{kind}: block {number} is gone, expected one that there is", "memory")
+                raise WireError(f"lent: block {number} is gone, expected one that there is", "memory")
+        columns = message.columns if header is None else decode_lent(header, blocks)
+        return Fragment(message.lane, message.number, columns, rest)
 
     def freed(self) -> tuple[int, ...]:
         """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""
@@ -268,16 +267,10 @@ def _give_back(life: Descriptor, freed: deque[int], number: int) -> None:
     freed.append(number)
 
 
-def fragment_in(message: Fragment | Lent | wire.BlocksReleased, borrower: FragmentBorrower | None) -> Fragment | None:
-    """The fragment of a message; None: it is of blocks that are gone.
-
-    Raises WireError if arrays lie in no block, or the connection lends none.
-    """
-    if isinstance(message, Fragment):
-        return message
-    if borrower is None:
-        raise WireError(f"{message.kind} through a socket that no memory is shared by, expected none", "order")
-    if isinstance(message, Lent):
+def fragment_in(message: Fragment, borrower: FragmentBorrower | None) -> Fragment:
+    """A fragment with its arrays. Raises WireError if they lie in no block, or the connection lends none."""
+    if borrower is not None:
         return borrower.fragment(message)
-    borrower.forget(message.blocks, message.kind)
-    return None
+    if "lent" in message.rest:
+        raise WireError("memory lent through a socket that no memory is shared by, expected none", "order")
+    return message

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollflow.nodes.env.remote.remote_envs import Endpoint
 from rollflow.sinks.trainer.lending import FragmentBorrower, fragment_in
+from rollflow.sinks.trainer.messages import NEWS
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -213,18 +214,17 @@ class TrainerListener:
             connection.tell(newest)  # before what is done, which may belong to these
             peer.version = newest.version
         done = source.session.done, source.session.kept
-        if source.told_done != done:
-            connection.tell(wire.Done(*done))
+        freed = () if peer.borrower is None else peer.borrower.freed()
+        if source.told_done != done or freed:
+            connection.tell(wire.Done(*done, freed))
             source.told_done = done
-        if peer.borrower is not None and (freed := peer.borrower.freed()):
-            connection.tell(wire.BlocksReleased(freed))
         self._behind.discard(source)
 
     # What the loop asks for
 
-    def connection(self, now: float) -> wire.TrainerConnection:
+    def connection(self, now: float) -> wire.ReceiverConnection:
         """This end of a connection with a rollout, which has to prove itself."""
-        return wire.TrainerConnection(secret=self._endpoint.secret, limits=self.limits, now=now)
+        return wire.ReceiverConnection("source", secret=self._endpoint.secret, limits=self.limits, now=now)
 
     def handle(self, peer: RolloutConnection, event: wire.Message, now: float) -> None:
         """Take a message of a rollout."""
@@ -241,21 +241,21 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.leave()
-            case wire.Fragment() | wire.Lent() | wire.BlocksReleased():
-                if (fragment := fragment_in(event, peer.borrower)) is None:
-                    return
-                arrived = source.read(fragment)
+            case wire.Fragment():
+                arrived = source.read(fragment_in(event, peer.borrower))
                 self.weights.raise_to(arrived.policy_version or 0)
                 self.arrived.append(arrived)
                 self.trace.arrives(arrived, now)
-            case wire.Finished():
-                source.finish(event.number)
-            case wire.LaneLeft():
-                source.set_aside(event.lane, event.number)
-            case wire.LaneJoined():
-                source.take_lane(event.lane)
-                self.bound.widen(source)
-                self._behind.add(source)
+            case wire.Metrics():
+                joined, left, last = NEWS(event.metrics, "metrics").values()
+                if joined is not None:
+                    source.take_lane(joined)
+                    self.bound.widen(source)
+                    self._behind.add(source)
+                if left is not None:
+                    source.set_aside(*left)
+                if last is not None:
+                    source.finish(last)
         self.bell.ring()
 
     def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
@@ -277,7 +277,7 @@ class TrainerListener:
         if isinstance(sends := hello.metadata.get("sends"), str) and sends == NOTHING:
             self._take_in_follower(peer, hello)
             return
-        source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
+        source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
         source.introduce(hello, peer.where)
         if source.rollout.shares_memory != self._shares:
             listens, dials = ("shm:", "another address") if self._shares else ("another address", "shm:")
@@ -302,8 +302,7 @@ class TrainerListener:
 
     def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello) -> None:
         """Take in an end that gets weights, and that no batch waits for: it is none of the sources."""
-        session = wire.TrainerSession(hello.session)
-        session.window = 0
+        session = wire.ReceiverSession(hello.session, window=0)
         peer.connection.welcome(session)
         name = f"{quoted(hello.name)} ({peer.where})"
         peer.source = RolloutPeer(session, connection=peer.connection, called=hello.name, name=name, sends_nothing=True)

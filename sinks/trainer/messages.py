@@ -360,6 +360,11 @@ def parts_of(rollout: Rollout | MultiAgentRollout) -> Sequence[PartSpaces]:
     return spaces_seen([part], [rollout.env_to_module])
 
 
+# News of a rollout: a lane that has joined, and is about to begin its first fragment; a lane that is gone, with the
+# number of an item behind which none is from it, 0 where it had none; number of the last item, 0 where there is none.
+NEWS = field.entries(
+    joined=field.nullable(_NUMBER), left=field.nullable(field.items(_NUMBER, _NUMBER)), last=field.nullable(_NUMBER)
+)
 UNKNOWN = RolloutDescription("fragments", (), {}, has_fixed_lanes=True, is_stateful=False, module="", version=0)
 
 

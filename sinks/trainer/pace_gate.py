@@ -15,7 +15,7 @@ from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Wait
-from rollflow.stream.wire import Fragment, LaneJoined, LaneLeft, SourceSession
+from rollflow.stream.wire import Fragment, SenderSession
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_LANES
 
@@ -91,7 +91,7 @@ class ResendBuffer:
                 self.nbytes -= self._entries.popleft().nbytes
                 self._first += 1
 
-    def held_back(self, session: SourceSession, items: str) -> str:
+    def held_back(self, session: SenderSession, items: str) -> str:
         """The reason for which a trainer that is there takes no more, for people; `items` names what it is sent."""
         if self.is_full:
             awaits_ack = session.done > session.kept
@@ -267,18 +267,18 @@ class PaceGate(LaneGate):
         """Note that a lane's fragment has come to the sink."""
         self.given[lane] = sequence + 1
 
-    def take_news(self, number: int) -> list[LaneJoined | LaneLeft]:
+    def take_news(self, number: int) -> list[dict[str, Any]]:
         """Take the news: lanes that have come, and lanes that are gone, with all fragments in items up to `number`."""
         if not (self._come or self._gone):
             return []
-        news: list[LaneJoined | LaneLeft] = [LaneJoined(lane) for lane in self._come]
+        news: list[dict[str, Any]] = [{"joined": lane} for lane in self._come]
         self._come.clear()
         over = [lane for lane, fragments in self._gone.items() if self.given[lane] >= fragments]
         for lane in over:
             del self._gone[lane]
             self.given.pop(lane, None)
         self.last_items = self.last_items | dict.fromkeys(over, number)
-        return news + [LaneLeft(lane, number) for lane in over]
+        return news + [{"left": [lane, number]} for lane in over]
 
     def forget_lanes(self, number: int) -> None:
         """Forget lanes that are gone, if the trainer never wants again items up to `number`."""

@@ -137,9 +137,9 @@ class RolloutPeer:
     Its life changes by `come`, `lose`, `finish`, `leave` and `give_up`.
     """
 
-    session: wire.TrainerSession  # memory that outlives its connections
+    session: wire.ReceiverSession  # memory that outlives its connections
     life: PeerLife = PeerLife.NEW
-    connection: wire.TrainerConnection | None = None  # the newest; None: there has been none
+    connection: wire.ReceiverConnection | None = None  # the newest; None: there has been none
     lost_at: float = 0.0  # when its connection was lost last
     reason: str = ""  # why it was
     reminder: WaitReminder = field(default_factory=WaitReminder)  # when to log again that it is awaited
@@ -165,7 +165,7 @@ class RolloutPeer:
         done, beyond = number_in(entry["done"]), {number_in(number) for number in entry["beyond"]}
         if len(bytes.fromhex(token)) != wire.SESSION_BYTES or any(number <= done for number in beyond):
             raise ValueError(f"{token}: {entry}")
-        source = cls(wire.TrainerSession(bytes.fromhex(token), done))
+        source = cls(wire.ReceiverSession(bytes.fromhex(token), done))
         source.beyond, source.session.missed = beyond, number_in(entry.get("missed", 0))
         return source
 
@@ -218,7 +218,7 @@ class RolloutPeer:
         """True where half of its window has been done with since the last `Done` to it."""
         return 2 * (self.session.done - self.told_done[0]) >= (self.session.window or 0)
 
-    def come(self, connection: wire.TrainerConnection, version: int) -> None:
+    def come(self, connection: wire.ReceiverConnection, version: int) -> None:
         """Take its connection, while this policy version is the newest."""
         self.connection, self.told_done, self.joined_at = connection, (-1, -1), version
         if self.life is not PeerLife.FINISHED:
@@ -358,7 +358,7 @@ class RolloutPeer:
 
 
 @dataclass(slots=True, eq=False)
-class RolloutConnection(Peer[wire.TrainerConnection]):
+class RolloutConnection(Peer[wire.ReceiverConnection]):
     """Connection that somebody has made to a trainer.
 
     source      the rollout at its other end; None: it has not been taken in

@@ -75,9 +75,9 @@ class TrainerUplink:
         self.error: Exception | None = None
         self.bell = Wakeup()
         self._described, self._kept, self._publish = described, kept, publish
-        self.session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._news: deque[wire.LaneJoined | wire.LaneLeft] = deque()
-        self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
+        self.session = wire.SenderSession(secrets.token_bytes(wire.SESSION_BYTES))
+        self._news: deque[Mapping[str, Any]] = deque()
+        self._loop: SocketLoop[Peer[wire.SenderConnection]] = SocketLoop(self)
         self._wait = DialWait("trainer", self.address, retry_s)
         self._is_closing = self._is_welcomed = False
         self._ending: str | None = None  # how the last trainer went that had taken this rollout in
@@ -85,7 +85,7 @@ class TrainerUplink:
         self._failure: str | None = None  # error that this end leaves for
         self._leave_by: float | None = None
         self._is_finished = False
-        self._finished_through: wire.SourceConnection | None = None  # the connection that was told so
+        self._finished_through: wire.SenderConnection | None = None  # the connection that was told so
         self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {self.address}", daemon=True)
 
     def start(self) -> None:
@@ -97,7 +97,7 @@ class TrainerUplink:
         """Send items that are new. From any thread."""
         self._loop.wakeup.ring()
 
-    def tell(self, news: wire.LaneJoined | wire.LaneLeft) -> None:
+    def tell(self, news: Mapping[str, Any]) -> None:
         """Send news beside the items. From any thread."""
         self._news.append(news)
         self._loop.wakeup.ring()
@@ -172,7 +172,7 @@ class TrainerUplink:
             self.problem = problem
             self.bell.ring()
 
-    def _send(self, peer: Peer[wire.SourceConnection]) -> None:
+    def _send(self, peer: Peer[wire.SenderConnection]) -> None:
         """Send what there is to send, as much as is wanted."""
         connection = peer.connection
         if self._parting is not None:
@@ -184,11 +184,9 @@ class TrainerUplink:
                 return  # it would be cut off with what waits before it
             raise WireError(f"the rollout has failed: {self._failure}", wire.FAILED)
         while self._news:
-            connection.tell(self._news.popleft())
-        session, wanted, begun = self.session, self.wanted, connection.next
-        while wanted is not None and connection.undelivered < _MUCH:
-            if connection.next > min(session.given, session.done + wanted.window):
-                break
+            connection.tell(wire.Metrics(self._news.popleft()))
+        session, begun = self.session, connection.next
+        while connection.undelivered < _MUCH and connection.next <= min(session.given, session.done + session.window):
             if connection.next - begun >= _AT_A_TIME:
                 self._loop.wakeup.ring()  # the trainer can begin with these meanwhile
                 break
@@ -198,7 +196,7 @@ class TrainerUplink:
             else:
                 connection.send(message)
         if self._is_finished and connection.next > session.given and self._finished_through is not connection:
-            connection.tell(wire.Finished(session.given))
+            connection.tell(wire.Metrics({"last": session.given}))
             self._finished_through = connection
 
     def hello(self) -> wire.Hello:
@@ -208,12 +206,12 @@ class TrainerUplink:
 
     # What the loop asks for
 
-    def connection(self, now: float) -> wire.SourceConnection:
+    def connection(self, now: float) -> wire.SenderConnection:
         """This end of a connection with a trainer, which is told hello."""
         _, limits, secret, _ = self._endpoint
-        return wire.SourceConnection(self.hello(), self.session, secret=secret, limits=limits, now=now)
+        return wire.SenderConnection(self.hello(), self.session, secret=secret, limits=limits, now=now)
 
-    def handle(self, peer: Peer[wire.SourceConnection], event: wire.Message, now: float) -> None:
+    def handle(self, peer: Peer[wire.SenderConnection], event: wire.Message, now: float) -> None:
         """Take a message of the trainer."""
         match event:
             case wire.Welcome():
@@ -225,16 +223,16 @@ class TrainerUplink:
                 self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
             case wire.Settings():
                 self.wanted = StreamOrder.of(event.settings)
-                self._kept.needs = self.wanted.needs
+                self.session.window, self._kept.needs = self.wanted.window, self.wanted.needs
             case wire.Weights():
                 self._take_weights(event)
-            case wire.BlocksReleased():
-                if self._lender is None:
-                    raise WireError("free from a trainer that is lent nothing, expected none", "order")
-                self._lender.take_back(event)
             case wire.Done():
                 self.session.take(event)
                 self._kept.forget(self.session.kept)
+                if event.freed:
+                    if self._lender is None:
+                        raise WireError("blocks freed by a trainer that is lent nothing, expected none", "order")
+                    self._lender.take_back(event.freed)
             case wire.Goodbye() if not self._is_welcomed:
                 raise WireError(f"goodbye in the handshake: {quoted(event.reason)}", "lost")
             case wire.Goodbye():
@@ -245,7 +243,7 @@ class TrainerUplink:
                 logger.info("%s", self.problem)
         self.bell.ring()
 
-    def fail(self, peer: Peer[wire.SourceConnection], error: Exception, now: float) -> None:
+    def fail(self, peer: Peer[wire.SenderConnection], error: Exception, now: float) -> None:
         """Refuse the trainer; have another try, or raise the error where that is of no use."""
         code = error.code if isinstance(error, WireError) else "weights"
         if code == wire.FAILED and error is peer.connection.error:  # the trainer has: another one may come in its place

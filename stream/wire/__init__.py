@@ -8,26 +8,18 @@ from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import (
     AgentRows,
     Answer,
-    BlocksReleased,
     Credit,
     Cut,
     Done,
     Failed,
-    Finished,
     Fragment,
     Goodbye,
-    LaneJoined,
-    LaneLeft,
-    Lent,
     Metrics,
     Ping,
     Pong,
-    Query,
-    QueryName,
     Refused,
     Request,
     Reset,
-    Result,
     Rows,
     Settings,
     States,
@@ -38,8 +30,7 @@ from rollflow.stream.wire.codec.messages import (
 from rollflow.stream.wire.codec.rows import AgentForm
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
-from rollflow.stream.wire.queries import ClientSession, ReplayConnection, SamplerConnection, ServerSession
+from rollflow.stream.wire.items import ReceiverConnection, ReceiverSession, SenderConnection, SenderSession
 from rollflow.stream.wire.session import GatewaySession, HostSession
-from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
 
 __all__ = ["Limits"]  # for users; all else is for rollflow itself

@@ -156,6 +156,7 @@ class Acceptor(Connection):
                 if self._secret is not None and message.mac:
                     reason = "has another secret, or somebody has changed what it said"
                 raise WireError(f"proof.mac: the {other} {reason}", "secret")
+            self._check_software(self._unproved)
             self._check(self._unproved)  # only now: a space may take far more memory than its description
             self.hello = self._unproved
             return [self.hello]
@@ -163,6 +164,14 @@ class Acceptor(Connection):
             "hello" if self._unproved is None else "proof" if self.hello is None else "nothing before the welcome"
         )
         raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
+
+    def _check_software(self, hello: handshake.Hello) -> None:
+        """Raise WireError for other software where all messages are its own: only hosts of environments may be any."""
+        if hello.role not in ("env", "agents") and hello.software != self._software:
+            raise WireError(
+                f"hello.software is {hello.software!r}, expected {self._software!r}, as this {self.roles[0]} is",
+                "version",
+            )
 
     def _take_hello(self, hello: handshake.Hello, frame: Frame) -> None:
         self.peer = f"{self.roles[1]} {hello.name!r}"

@@ -17,16 +17,15 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.wire import (
-    BlocksReleased,
+    Done,
     Event,
     Fragment,
     Hello,
-    Lent,
     Limits,
-    SourceConnection,
-    SourceSession,
-    TrainerConnection,
-    TrainerSession,
+    ReceiverConnection,
+    ReceiverSession,
+    SenderConnection,
+    SenderSession,
 )
 
 
@@ -43,20 +42,22 @@ class Pair:
     lender, session    of the source, which may have had others before
     """
 
-    def __init__(self, lender: FragmentLender, session: SourceSession) -> None:
+    def __init__(self, lender: FragmentLender, session: SenderSession) -> None:
         self.lender, self.session = lender, session
         self.near, self.far = socket.socketpair()
-        self.source = SourceConnection(
+        self.source = SenderConnection(
             hello(role="source", session=TOKEN), session, secret=None, limits=Limits(), now=0.0
         )
-        self.trainer = TrainerConnection(software="test", nonce=bytes(32), secret=None, limits=Limits(), now=0.0)
+        self.trainer = ReceiverConnection(
+            "source", software="rollflow 0.1", nonce=bytes(32), secret=None, limits=Limits(), now=0.0
+        )
         self.source_end = DescriptorTransport(self.near, self.source)
         self.trainer_end = DescriptorTransport(self.far, self.trainer)
         self.borrower: FragmentBorrower | None = FragmentBorrower(self.trainer_end)
         lender.begin(self.source, self.source_end)
         while not any(isinstance(event, Hello) for event in self.to_trainer()):
             self.to_source()
-        trainer_session = TrainerSession(TOKEN, session.given)  # it has all that there was
+        trainer_session = ReceiverSession(TOKEN, session.given)  # it has all that there was
         self.trainer.welcome(trainer_session)
         self.to_source()
 
@@ -79,9 +80,8 @@ class Pair:
         """Return the items that have come to the trainer."""
         fragments = []
         for event in self.to_trainer():
-            assert isinstance(event, Lent | Fragment | BlocksReleased), event
-            if (fragment := fragment_in(event, self.borrower)) is not None:
-                fragments.append(fragment)
+            assert isinstance(event, Fragment), event
+            fragments.append(fragment_in(event, self.borrower))
         return fragments
 
     def give_back(self) -> tuple[int, ...]:
@@ -89,10 +89,10 @@ class Pair:
         assert self.borrower is not None
         freed = self.borrower.freed()
         if freed:
-            self.trainer.tell(BlocksReleased(freed))
+            self.trainer.tell(Done(0, 0, freed))
         for event in self.to_source():
-            assert isinstance(event, BlocksReleased)
-            self.lender.take_back(event)
+            assert isinstance(event, Done)
+            self.lender.take_back(event.freed)
         return freed
 
     def lose(self) -> None:

@@ -19,7 +19,7 @@ class RawGateway(RawEnd):
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address.removeprefix("unix:"))
         nonce = bytes(NONCE_BYTES)
-        super().__init__(sock, wire.GatewayConnection(software="raw", nonce=nonce, secret=None, limits=limits, now=0.0))
+        super().__init__(sock, wire.GatewayConnection(nonce=nonce, secret=None, limits=limits, now=0.0))
 
     def hello(self) -> wire.Hello:
         """Wait until the host has proved itself."""

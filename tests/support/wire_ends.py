@@ -149,28 +149,29 @@ def _reset(ends: Ends, answer: wire.Rows | wire.AgentRows) -> Ends:
 
 
 class StreamEnds:
-    """Both ends of one connection, after the handshake, of a source that has given so many fragments."""
+    """Both ends of one connection, after the handshake, of a sender that has given so many items, and its receiver."""
 
     def __init__(
         self,
-        session: wire.SourceSession | None = None,
-        known: wire.TrainerSession | None = None,
+        session: wire.SenderSession | None = None,
+        known: wire.ReceiverSession | None = None,
         *,
         given: int = 0,
-        accepts: Any = wire.TrainerConnection,
+        credits: int = 0,
+        accepts: str = "source",
         **said: Any,
     ) -> None:
-        self.session = session or wire.SourceSession(TOKEN)
+        self.session = session or wire.SenderSession(TOKEN)
         self.session.given = max(given, self.session.given)
-        self.known = known or wire.TrainerSession(TOKEN)
+        self.known = known or wire.ReceiverSession(TOKEN)
         shared: dict[str, Any] = {"secret": SECRET, "limits": wire.Limits(), "now": 0.0}
-        self.source = wire.SourceConnection(hello(**{"role": "source", **said}), self.session, **shared)
-        self.trainer = accepts(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.source = wire.SenderConnection(hello(**{"role": accepts, "slots": (1,), **said}), self.session, **shared)
+        self.trainer = wire.ReceiverConnection(accepts, software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_trainer()
         self.to_source()
         self.events = self.to_trainer()
         if self.trainer.hello is not None:
-            self.trainer.welcome(self.known)
+            self.trainer.welcome(self.known, credits=credits)
             (self.welcome,) = self.to_source()
 
     def to_trainer(self) -> list[wire.Event]:
@@ -182,32 +183,13 @@ class StreamEnds:
         return self.source.receive(taken_from(self.trainer), 0.0)
 
 
-class QueryEnds:
+def asking() -> StreamEnds:
     """Both ends of one connection, after the handshake, of a sampler whose query 3 a replay host has to answer."""
-
-    def __init__(self) -> None:
-        shared: dict[str, Any] = {"secret": SECRET, "limits": wire.Limits(), "now": 0.0}
-        session = wire.ClientSession(TOKEN)
-        said = hello(role="sampler", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
-        self.client = wire.SamplerConnection(said, session, **shared)
-        self.server = wire.ReplayConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
-        self.to_server()
-        self.to_client()
-        self.to_server()
-        self.server.welcome(wire.ServerSession(TOKEN, 8), credits=8)
-        self.to_client()
-        asked = EXAMPLES["query"]
-        assert isinstance(asked, wire.Query)
-        session.number = asked.number - 1
-        self.client.ask(asked)
-
-    def to_server(self) -> list[wire.Event]:
-        """Carry all bytes of the client to the server."""
-        return self.server.receive(taken_from(self.client), 0.0)
-
-    def to_client(self) -> list[wire.Event]:
-        """Carry all bytes of the server to the client."""
-        return self.client.receive(taken_from(self.server), 0.0)
+    session = wire.SenderSession(TOKEN)
+    session.given = session.done = session.kept = 2
+    ends = StreamEnds(session, wire.ReceiverSession(TOKEN, 2, 8), accepts="sampler", credits=8)
+    ends.source.ask(EXAMPLES["query"])  # type: ignore[arg-type]
+    return ends
 
 
 def _split(data: bytes, count: int | None) -> tuple[bytes, bytes]:

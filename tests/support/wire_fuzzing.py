@@ -11,9 +11,9 @@ from typing import Any
 import msgpack
 from wire_ends import (
     Ends,
-    QueryEnds,
     StreamEnds,
     allocated,
+    asking,
     frame_as,
     greeted,
     running,
@@ -92,14 +92,14 @@ ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
     ),
     (
         lambda: StreamEnds(given=50).trainer,
-        [stream_of("fragment", "come", "finished"), stream_of("lent", "ping"), stream_of("aside", "ping", "goodbye")],
+        [stream_of("fragment", "news"), stream_of("lent", "ping"), stream_of("news", "ping", "goodbye")],
     ),
     (
-        lambda: StreamEnds(known=wire.TrainerSession(TOKEN, taken=50), given=50).source,
+        lambda: StreamEnds(known=wire.ReceiverSession(TOKEN, taken=50), given=50).source,
         [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")],
     ),
-    (lambda: _flushed(QueryEnds().client), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
-    (lambda: QueryEnds().server, [stream_of("query", "ping"), stream_of("query", "query", "refused")]),
+    (lambda: _flushed(asking().source), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
+    (lambda: asking().trainer, [stream_of("query", "ping"), stream_of("query", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

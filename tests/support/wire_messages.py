@@ -41,6 +41,8 @@ def hello(**changed: Any) -> wire.Hello:
         "autoreset": "SAME_STEP",
         "metadata": {"env": "Example-v0"},
     }
+    if changed.get("role", "env") not in ("env", "agents"):
+        fields["software"] = "rollflow 0.1"
     return wire.Hello(**fields | changed)
 
 
@@ -172,23 +174,30 @@ EXAMPLES: dict[str, wire.Message] = {
         {},
     ),
     "states": wire.States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
-    "done": wire.Done(41, 40),
-    "finished": wire.Finished(42),
-    "lent": wire.Lent(
+    "done": wire.Done(41, 40, (3, 0, 3)),
+    "lent": wire.Fragment(
         0,
         1,
-        (3, 0),
-        lent({"rewards": np.zeros((2, 2), np.float32), "obs": {"at": np.zeros((2, 2), np.int16)}}, (0, 64), (1, 0)),
-        {"sequence": 0, "policy_version": 7},
-        ([3, 4096],),
-        (2,),
+        {},
+        {
+            "sequence": 0,
+            "lent": {
+                "new": [[3, 4096]],
+                "gone": [2],
+                "blocks": [3, 0],
+                "columns": lent({"rewards": np.zeros((2, 2), np.float32)}, (0, 64)),
+            },
+        },
     ),
-    "free": wire.BlocksReleased((3, 0, 3)),
-    "come": wire.LaneJoined(2),
-    "aside": wire.LaneLeft(1, 42),
-    "query": wire.Query(
-        3, 2, "update_priorities", {}, {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)}
+    "news": wire.Metrics({"left": [1, 42]}),
+    "query": wire.Fragment(
+        0,
+        3,
+        {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)},
+        {"name": "update_priorities", "done": 2},
     ),
-    "result": wire.Result(3, {"rewards": np.array([1.0, 0.5], np.float32), "ids": np.array([7, 9])}, {}, None),
+    "result": wire.Fragment(
+        0, 3, {"rewards": np.array([1.0, 0.5], np.float32), "ids": np.array([7, 9])}, {"values": {}, "problem": None}
+    ),
     "metrics": wire.Metrics({"episodes": 12, "return_mean": 31.5}),
 }

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number, WireMessage
-from rollflow.stream.wire.codec.limits import MAX_HEADER
 
 _BLOCK = field.whole(0, MOST_NUMBER)
 ID_BYTES = 8  # of a trainer's weights
@@ -20,7 +19,6 @@ PolicyVersion = Annotated[int, field.whole(0, MOST_NUMBER)]
 BlockNumbers = Annotated[tuple[int, ...], field.list_of(_BLOCK, 4096)]
 ShortText = Annotated[str, field.text(4096)]
 _MOST_TEXT = 1 << 16
-QueryName = Literal["sample", "update_priorities", "publish", "report"]
 AgentSlots = tuple[NDArray[np.int64] | None, ...]
 Floats = tuple[NDArray[np.float32], ...]
 Flags = tuple[NDArray[np.bool_], ...]
@@ -161,39 +159,15 @@ class Cut(LaneMessage):
 class Fragment(LaneMessage):
     """Rollout host to gateway: the result of the Turn with this number. Source to trainer: the next fragment.
 
-    number     number of the Turn; or of the fragment in the stream, whatever its lane: 1, 2, …
+    Sampler to replay host: a query, or its answer; the arguments and results that are arrays are columns.
+
+    number     number of the Turn; or of the item in the stream, whatever its lane: 1, 2, …
     columns    name -> tree of arrays `any[rows, slots, ...]`
     rest       other data of the fragment, in the form of the rollout's software
     """
 
     columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
     rest: Annotated[Mapping[str, Any], field.mapping]
-
-
-class Lent(LaneMessage):
-    """Source to trainer: a Fragment whose arrays lie in blocks.
-
-    blocks     numbers of these blocks, each of which this lends once
-    columns    the header of the columns: see `decode_lent`
-    new        number and bytes of each block that is shared from now on; the descriptors come before this message
-    gone       blocks in which nothing more will be lent
-    """
-
-    blocks: BlockNumbers
-    columns: Annotated[bytes, field.raw_up_to(MAX_HEADER)]
-    rest: Annotated[Mapping[str, Any], field.mapping]
-    new: Annotated[Sequence[Sequence[int]], field.list_of(field.items(_BLOCK, field.whole(1, 1 << 40)), 4096)] = ()
-    gone: BlockNumbers = ()
-
-
-class BlocksReleased(WireMessage):
-    """Trainer to source: it has stopped reading from these blocks; each mention ends one lending.
-
-    Source to trainer: nothing more will be lent in them.
-    """
-
-    kind = "free"
-    blocks: BlockNumbers
 
 
 class Settings(WireMessage):
@@ -231,65 +205,12 @@ class Done(WireMessage):
 
     number    the trainer has moved on from the fragments up to this one
     kept      it never wants the fragments up to this one again: the source may forget them
+    freed     blocks of shared memory that it has stopped reading from; each mention ends one lending
     """
 
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
     kept: Annotated[int, field.whole(0, MOST_NUMBER)]
-
-
-class Finished(WireMessage):
-    """Source to trainer: the fragment with this number is the last one; 0: there is none at all."""
-
-    number: Annotated[int, field.whole(0, MOST_NUMBER)]
-
-
-class LaneJoined(WireMessage):
-    """Source to trainer: a lane has joined, and is about to begin its first fragment."""
-
-    kind = "come"
-    lane: LaneId
-
-
-class LaneLeft(WireMessage):
-    """Source to trainer: a lane is gone; fragments after the one with this number are not from it.
-
-    number    0: the lane had no fragment
-    """
-
-    kind = "aside"
-    lane: LaneId
-    number: Annotated[int, field.whole(0, MOST_NUMBER)]
-
-
-class Query(WireMessage):
-    """Sampler to replay host: a call of the replay.
-
-    number      of the query: 1, 2, … over the whole session
-    done        every query up to this number is answered: its answer may be forgotten
-    name        what is called
-    values      its arguments that are no arrays, by name
-    arrays      its arguments that are arrays `any[...]`, by name
-    """
-
-    number: Number
-    done: Annotated[int, field.whole(0, MOST_NUMBER)]
-    name: Annotated[QueryName, field.one_of(*get_args(QueryName))]
-    values: Annotated[Mapping[str, Any], field.mapping]
-    arrays: Annotated[Mapping[str, NDArray[np.generic]], field.map_of(field.array)]
-
-
-class Result(WireMessage):
-    """Answer to the Query with this number.
-
-    columns    of a batch, name -> tree of arrays `any[B, ...]`
-    values     what else there is to say, by name
-    problem    why the call has failed, with what was expected; None: it has not
-    """
-
-    number: Number
-    columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
-    values: Annotated[Mapping[str, Any], field.mapping]
-    problem: Annotated[str | None, field.nullable(field.text(4096))]
+    freed: BlockNumbers = ()
 
 
 class States(WireMessage):
@@ -299,7 +220,7 @@ class States(WireMessage):
 
 
 class Metrics(WireMessage):
-    """Rollout host to gateway, unrequested: its progress. Uses up one credit."""
+    """Rollout host to gateway, unrequested: its progress. Uses up one credit. Source to trainer: lanes, and its end."""
 
     metrics: Annotated[Mapping[str, Any], field.mapping]
 
@@ -349,10 +270,8 @@ class Refused(WireMessage):
 
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
-_News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Metrics
-_Memory = Lent | BlocksReleased
-_Asked = Query | Result
-Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
+_News = Cut | Settings | Weights | States | Done | Metrics
+Running = Request | Answer | _News | Credit | Ping | Pong | Goodbye | Refused
 
 
 def _plain(value: str) -> str:

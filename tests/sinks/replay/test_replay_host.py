@@ -32,7 +32,7 @@ from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.observe.run_socket import FOLDER, snapshots
-from rollflow.stream.wire import Limits, Query, ServerSession
+from rollflow.stream.wire import Fragment, Limits, ReceiverSession
 
 SECRET = "correct horse battery staple"
 
@@ -213,11 +213,11 @@ def test_samples_that_the_rate_holds_back_are_answered_in_order(wait_s: float, b
     answered: list[tuple[int, bool]] = []
 
     def come(number: int, wait_s: float) -> None:
-        peer: Any = Mock(lost_at=None, session=ServerSession(bytes([number]), 64))
+        peer: Any = Mock(lost_at=None, session=ReceiverSession(bytes([number]), window=64))
         peer.connection.peer_max_frame = 1 << 20
-        peer.connection.answer = lambda result: answered.append((number, result.problem is None))
+        peer.connection.answer = lambda _, columns, rest: answered.append((number, rest["problem"] is None))
         server._clients[peer.session.token] = peer
-        server.handle(peer, Query(1, 0, "sample", {"wait_s": wait_s}, {}), 0.0)
+        server.handle(peer, Fragment(0, 1, {}, {"name": "sample", "done": 0, "wait_s": wait_s}), 0.0)
 
     async def serve() -> None:
         replay.turns.enter_loop()

@@ -69,10 +69,10 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     Limits,
-    SourceConnection,
-    SourceSession,
+    ReceiverSession,
+    SenderConnection,
+    SenderSession,
     TcpAddress,
-    TrainerSession,
     encode,
 )
 
@@ -436,7 +436,7 @@ def part_of(
     ],
 )
 def test_what_differs_is_told(known: dict[str, Any], told: str) -> None:
-    one, other = RolloutPeer(TrainerSession(bytes(16))), RolloutPeer(TrainerSession(bytes(16)))
+    one, other = RolloutPeer(ReceiverSession(bytes(16))), RolloutPeer(ReceiverSession(bytes(16)))
     for source in (one, other):
         source.rollout = replace(UNKNOWN, parts=[part_of()], weights={"a": (3,), "b": (2, 4)})
     one.rollout = replace(one.rollout, **known)
@@ -821,9 +821,9 @@ class RawSource:
     def __init__(self, stream: TrainerStream, hello: Hello) -> None:
         address: Any = stream.address
         self.sock = socket.create_connection((address.host, address.port))
-        session = SourceSession(hello.session)
+        session = SenderSession(hello.session)
         session.given = 1
-        self.connection = SourceConnection(hello, session, secret=None, limits=Limits(), now=0.0)
+        self.connection = SenderConnection(hello, session, secret=None, limits=Limits(), now=0.0)
 
     def events(self) -> list[Any]:
         """The next ones."""

@@ -39,7 +39,7 @@ from rollflow.sinks.trainer.stream import ItemRounds
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.wire import Fragment, Limits, TrainerSession
+from rollflow.stream.wire import Fragment, Limits, ReceiverSession
 
 ACTIONS = gym.spaces.Discrete(2)
 
@@ -65,7 +65,7 @@ def test_a_layout_is_the_one_before_if_it_is_the_same_and_refused_if_it_is_none(
 
 
 def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
-    source = RolloutPeer(TrainerSession(bytes(16)))
+    source = RolloutPeer(ReceiverSession(bytes(16)))
     source.lanes = {0, 1, 2}
     source.set_aside(1, 4)
     with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
@@ -79,7 +79,7 @@ def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None
         (fragment,) = rollout.fragments()
     spaces = [fragment.observation_space]
     message = message_of_fragment(1, fragment, spaces)
-    source = RolloutPeer(TrainerSession(bytes(16)))
+    source = RolloutPeer(ReceiverSession(bytes(16)))
     part = AgentPart(("agent",), spaces[0], fragment.layout.action_space)
     source.lanes = {0, 1}
     source.rollout = replace(source.rollout, parts=[PartSpaces(part, spaces)], has_fixed_lanes=False)
@@ -103,7 +103,7 @@ def taken_of(rounds: ItemRounds, *present: RolloutPeer) -> list[int]:
 
 def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
     rounds = ItemRounds(None, by_lane=False)
-    large, small = RolloutPeer(TrainerSession(bytes(16))), RolloutPeer(TrainerSession(bytes(range(16))))
+    large, small = RolloutPeer(ReceiverSession(bytes(16))), RolloutPeer(ReceiverSession(bytes(range(16))))
     large.lanes, small.lanes = set(range(8)), {0}
     large.life, small.life = PeerLife.LEFT, PeerLife.HERE
     one, *others = ArrivedItem(large, 0, {}, None), *(ArrivedItem(small, number, {}, None) for number in range(1, 5))
@@ -114,7 +114,7 @@ def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> N
 
 
 def test_rounds_are_taken_that_are_whole() -> None:
-    rounds, source = ItemRounds(2, by_lane=False), RolloutPeer(TrainerSession(bytes(16)))
+    rounds, source = ItemRounds(2, by_lane=False), RolloutPeer(ReceiverSession(bytes(16)))
     items = [ArrivedItem(source, number, {}, None) for number in range(1, 8)]
     rounds.waiting = rounds.joined(items[:5])
     assert [taken_of(rounds, source) for _ in range(3)] == [[1, 2], [3, 4], []]
@@ -137,7 +137,7 @@ def test_an_interrupt_while_items_are_taken_loses_none(count: int | None, by_lan
 
 def source_of(stream: TrainerStream, *items: Any) -> RolloutPeer:
     """A rollout that is here, and of which these items have come."""
-    door, source = stream._listener, RolloutPeer(TrainerSession(bytes(16)), connection=Mock())
+    door, source = stream._listener, RolloutPeer(ReceiverSession(bytes(16)), connection=Mock())
     source.lanes, source.life, source.session.taken = {0}, PeerLife.HERE, 9
     door.sources[bytes(16)] = source
     door.come.add(bytes(16))

@@ -20,7 +20,7 @@ from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.sinks.trainer.stream import ItemRounds
-from rollflow.stream.wire import LaneLeft, SourceSession, TrainerSession
+from rollflow.stream.wire import ReceiverSession, SenderSession
 
 TOKEN = bytes(16)
 
@@ -63,7 +63,7 @@ class Rollout:
 
     def __init__(self, lanes: int) -> None:
         self.lanes = {index: Lane(index) for index in range(lanes)}
-        self.kept, self.session = ResendBuffer(1 << 30), SourceSession(TOKEN)
+        self.kept, self.session = ResendBuffer(1 << 30), SenderSession(TOKEN)
         self.gate = PaceGate(self.kept, "it", self.lanes, lambda: None)
         self.pieces: list[Piece] = []  # by their numbers
         self.under_way: deque[Piece] = deque()
@@ -124,7 +124,7 @@ class Trainer:
 
     def __init__(self, max_lag: int, saved: tuple[int, set[int], int]) -> None:
         done, beyond, self.version = saved
-        self.source = RolloutPeer(TrainerSession(TOKEN, done))
+        self.source = RolloutPeer(ReceiverSession(TOKEN, done))
         self.source.beyond = beyond
         self.rounds, self.max_lag = ItemRounds(1, by_lane=True), max_lag
         self.windows = StalenessBound(max_lag, "pace", batches=Batches(), prefetch=0)
@@ -148,10 +148,10 @@ class Trainer:
             self.source.session.take(number, may_skip=self.is_first)
             self.is_first = False
             self.rounds.waiting = self.rounds.joined([ArrivedItem(self.source, number, piece, piece.version)])
-        elif isinstance(message, LaneLeft):
-            self.source.set_aside(message.lane, message.number)
+        elif "left" in message:
+            self.source.set_aside(*message["left"])
         else:
-            self.source.take_lane(message.lane)
+            self.source.take_lane(message["joined"])
             self.windows.widen(self.source)
 
     def publish(self) -> None:

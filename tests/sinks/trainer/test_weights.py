@@ -46,7 +46,7 @@ from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.sinks.trainer.sink import BatchObserver
 from rollflow.stream import ModuleError, RunError, WireError
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.wire import Fragment, Limits, SourceConnection, TrainerSession, decode, encode
+from rollflow.stream.wire import Fragment, Limits, ReceiverSession, SenderConnection, decode, encode
 
 
 @pytest.mark.parametrize(("agents", "sends"), [(0, "fragments"), (2, "fragments"), (2, "batches")])
@@ -253,7 +253,7 @@ def test_what_a_follower_raises_ends_its_following_alone() -> None:
 
 def test_fragments_of_a_follower_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def send_one(self: Any, peer: Any) -> None:
-        connection: SourceConnection = peer.connection
+        connection: SenderConnection = peer.connection
         if connection.next == 1 and connection.phase.name == "RUNNING":
             self.session.given = 1
             connection.send(Fragment(0, 1, {}, {}))
@@ -375,7 +375,7 @@ def told(count: int, first: int = 0, **by_module: Any) -> dict[str, Any]:
 
 
 def source(**known: Any) -> RolloutPeer:
-    return RolloutPeer(TrainerSession(TOKEN), rollout=replace(UNKNOWN, sends="batches", **known))
+    return RolloutPeer(ReceiverSession(TOKEN), rollout=replace(UNKNOWN, sends="batches", **known))
 
 
 def message(number: int, **options: Any) -> Fragment:

@@ -1,6 +1,7 @@
 """The reliable session, of every family: each item is taken once and answered once, whatever breaks or begins anew."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Line:
 class Hosts:
     """A gateway asks, and a host answers: one request of a lane at a time."""
 
-    lanes, window, accepts, in_order = (0, 1), 1, wire.GatewayConnection, False
+    lanes, window, accepts, in_order = (0, 1), 1, None, False
 
     def __init__(self, epoch: int) -> None:
         role = "rollout" if epoch % 2 else "env"
@@ -110,20 +111,20 @@ class Hosts:
 class Streams:
     """A source sends, and a trainer is done with what came, up to some number."""
 
-    lanes, window, accepts, in_order = (0,), 3, wire.TrainerConnection, True
+    lanes, window, accepts, in_order = (0,), 3, "source", True
 
     def __init__(self, epoch: int) -> None:
         self.said = hello(role="source", slots=(1,), session=bytes([epoch % 256]) * 16)
-        self.source = wire.SourceSession(self.said.session)
+        self.source = wire.SenderSession(self.said.session)
         self.items: dict[int, wire.Fragment] = {}
         self._know(0)
 
     def _know(self, taken: int) -> None:
-        self.trainer = wire.TrainerSession(self.said.session, taken)
+        self.trainer = wire.ReceiverSession(self.said.session, taken)
         self.trainer.window = self.window
 
     def initiator(self) -> Any:
-        return wire.SourceConnection(self.said, self.source, **SHARED)
+        return wire.SenderConnection(self.said, self.source, **SHARED)
 
     def welcome(self, acceptor: Any, said: wire.Hello) -> None:
         acceptor.welcome(self.trainer)
@@ -172,15 +173,15 @@ class Streams:
 class Queries:
     """A client asks, and a server answers, in any order."""
 
-    lanes, window, accepts, in_order = (0,), 4, wire.ReplayConnection, False
+    lanes, window, accepts, in_order = (0,), 4, "sampler", False
 
     def __init__(self, epoch: int) -> None:
         self.said = hello(role="sampler", slots=(1,), session=bytes([epoch % 256]) * 16)
-        self.client = wire.ClientSession(self.said.session)
-        self.server = wire.ServerSession(self.said.session, self.window)
+        self.client = wire.SenderSession(self.said.session)
+        self.server = wire.ReceiverSession(self.said.session, window=self.window)
 
     def initiator(self) -> Any:
-        return wire.SamplerConnection(self.said, self.client, **SHARED)
+        return wire.SenderConnection(self.said, self.client, **SHARED)
 
     def welcome(self, acceptor: Any, said: wire.Hello) -> None:
         acceptor.welcome(self.server, credits=self.window)
@@ -189,28 +190,32 @@ class Queries:
         return self.client.may_ask
 
     def ask(self, line: Line, lane: int, number: int, salt: int) -> None:
-        line.initiator.ask(wire.Query(number, self.client.done, "sample", {"says": salt}, {}))
+        line.initiator.ask(self.client.query({}, {"says": salt}))
 
-    def answer(self, line: Line, query: wire.Query, says: float) -> None:
-        result = wire.Result(query.number, {}, {"says": says}, None)
-        line.acceptor.answer(result) if line.acceptor.session is not None else self.server.keep(result)
+    def answer(self, line: Line, query: wire.Fragment, says: float) -> None:
+        if line.acceptor.session is not None:
+            line.acceptor.answer(query.number, {}, {"answers": says})
+        else:
+            self.server.answers[query.number] = wire.Fragment(0, query.number, {}, {"answers": says})
 
     def told(self, event: Any) -> Told:
-        return "item" if isinstance(event, wire.Query) else "answer", 0, event.number, event.values["says"]
+        if "says" in event.rest:
+            return "item", 0, event.number, event.rest["says"]
+        return "answer", 0, event.number, event.rest["answers"]
 
     def says(self, told: Any, salt: int) -> bool:
         return bool(told == salt)
 
     def begin_answerer_anew(self, back: int) -> None:
-        self.server = wire.ServerSession(self.said.session, self.window)
+        self.server = wire.ReceiverSession(self.said.session, window=self.window)
 
     def pump(self, line: Line) -> None:
         pass
 
     @property
     def kept(self) -> Iterator[int]:
-        yield len(self.client.under_way)
-        yield len(self.server._answers) + len(self.server._under_way)
+        yield len(self.client.queries)
+        yield len(self.server.answers)
 
 
 class Reliable(RuleBasedStateMachine):
@@ -240,7 +245,9 @@ class Reliable(RuleBasedStateMachine):
         self.connect()
 
     def connect(self) -> None:
-        acceptor = self.family.accepts(software="rollflow 0.1", nonce=GATEWAY_NONCE, **SHARED)
+        accepts = self.family.accepts
+        make = partial(wire.ReceiverConnection, accepts) if accepts else wire.GatewayConnection
+        acceptor = make(software="rollflow 0.1", nonce=GATEWAY_NONCE, **SHARED)
         self.line = Line(self.ends.initiator(), acceptor)
 
     @rule(lane=st.integers(0, 1), salt=st.integers(0, 30))
