@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     )
     from rollflow.sinks.replay.client import ReplayClient as ReplayClient
     from rollflow.sinks.replay.host import ReplayHost as ReplayHost
-    from rollflow.sinks.replay.pieces import (
+    from rollflow.sinks.replay.replay import SamplesPerInsert as SamplesPerInsert
+    from rollflow.sinks.replay.row_columns import Storage as Storage
+    from rollflow.sinks.replay.sampled_steps import (
         HindsightGoals as HindsightGoals,
         SampledNStepReturns as SampledNStepReturns,
+        SampledSteps as SampledSteps,
     )
-    from rollflow.sinks.replay.prioritized import Prioritized as Prioritized
-    from rollflow.sinks.replay.rate import SamplesPerInsert as SamplesPerInsert
-    from rollflow.sinks.replay.row_columns import Storage as Storage
-    from rollflow.sinks.replay.sampled_steps import SampledSteps as SampledSteps
     from rollflow.sinks.replay.samplers import (
         Draw as Draw,
         Episodes as Episodes,
         Mixture as Mixture,
         Newest as Newest,
+        Prioritized as Prioritized,
         Sampler as Sampler,
         Sequences as Sequences,
         Uniform as Uniform,

@@ -40,6 +40,7 @@ from rollflow.sinks.datasets.dataset_folder import (
     DatasetFolder,
     make_folder,
 )
+from rollflow.sinks.datasets.episode_block import StoredFragment
 from rollflow.sinks.datasets.fragment_tables import (
     EnvChunks,
     FragmentRows,
@@ -49,7 +50,6 @@ from rollflow.sinks.datasets.fragment_tables import (
     tables_of,
 )
 from rollflow.sinks.datasets.stored_agents import StoredAgents
-from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.locked_folder import sync
 from rollflow.stream.data.closing import ClosedOnExit, closing_on_error
 from rollflow.stream.data.columns import Columns

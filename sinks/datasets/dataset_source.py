@@ -25,6 +25,7 @@ from rollflow.sinks.datasets.episode_block import (
     EpisodeSummary,
     Ints,
     ReadAhead,
+    StoredFragment,
     step_bytes,
     summary_of,
     windows_of,
@@ -32,7 +33,6 @@ from rollflow.sinks.datasets.episode_block import (
 from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes, opened, read_chunks
 from rollflow.sinks.datasets.stored_agents import AgentsBlock, EnvEpisodes, StoredAgents
-from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.trainer.item_maker import check_module
 from rollflow.stream.data.errors import DatasetError, shown
 from rollflow.stream.graph.channel import Outlet

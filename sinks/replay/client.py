@@ -16,8 +16,7 @@ import numpy as np
 from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
-from rollflow.sinks.replay.rate import ReplayReport
-from rollflow.sinks.replay.replay import Batch
+from rollflow.sinks.replay.replay import Batch, ReplayReport
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
 from rollflow.stream import wire

@@ -7,7 +7,8 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 from math import inf
 from pathlib import Path
@@ -17,6 +18,7 @@ from urllib.parse import quote
 
 import anyio
 import numpy as np
+import torch
 
 from rollflow.nodes.argument_checks import (
     check_numbers,
@@ -25,22 +27,308 @@ from rollflow.nodes.argument_checks import (
     checking_constructor,
     ids_by_text,
 )
-from rollflow.nodes.connectors.common.batches import as_array
+from rollflow.nodes.connectors.common.batches import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.pieces import check_order
-from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
-from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable
-from rollflow.sinks.replay.row_columns import Storage
-from rollflow.sinks.replay.sampled_steps import check_size
-from rollflow.sinks.replay.samplers import Sampler, Sequences, Uniform
+from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
+from rollflow.sinks.replay.row_index import Room, RowIndex
+from rollflow.sinks.replay.sampled_steps import SampledSteps, check_order, check_size
+from rollflow.sinks.replay.samplers import Draw, Sampler, Sequences, Uniform
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError, shown
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.net.backoff import WaitReminder
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesPerInsert:
+    """Ratio of sampled to inserted steps that a replay keeps to.
+
+        ratio           steps sampled for each step inserted, above 0
+        min_size        steps that must be there before the first sample, from 1 on
+        error_buffer    sampled steps by which either side may be ahead; more, where the inserts and samples so far
+                        would hold up each other with so few
+
+    Raises ValueError for numbers outside these bounds.
+    """
+
+    ratio: float
+    min_size: int = 1
+    error_buffer: float = 0.0
+
+    def __post_init__(self) -> None:
+        checked_number("ratio", self.ratio, above=0, why="steps sampled for each step inserted")
+        checked_count("min_size", self.min_size, 1)
+        checked_number("error_buffer", self.error_buffer, least=0)
+
+    def buffer(self, inserts: int, samples: int) -> float:
+        """The error buffer with which inserts and samples of up to these sizes, in steps, never hold up each other."""
+        return max(self.error_buffer, (samples + inserts * self.ratio) / 2, inserts * self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay has counted, in steps. `str(report)` is a sentence.
+
+    inserted, removed, sampled    steps so far
+    ratio, wanted                 steps sampled for each inserted beyond `min_size`; what was asked for, or None
+    waiting                       "insert" or "sample", the side that the rate holds back now; None: neither
+    insert_wait_s, sample_wait_s  seconds for which each side was held back
+    """
+
+    inserted: int
+    removed: int
+    sampled: int
+    ratio: float
+    wanted: float | None
+    waiting: str | None
+    insert_wait_s: float
+    sample_wait_s: float
+
+    def __str__(self) -> str:
+        asked = "" if self.wanted is None else f", {self.wanted:g} asked for"
+        holds = {"insert": "inserts wait for samples", "sample": "samples wait for inserts", None: "nobody waits"}
+        return (
+            f"{self.inserted:,} steps inserted, {self.removed:,} removed, {self.sampled:,} sampled: "
+            f"{self.ratio:.2f} samples per insert{asked}; {holds[self.waiting]} "
+            f"(inserts waited {self.insert_wait_s:.1f} s, samples {self.sample_wait_s:.1f} s)"
+        )
+
+
+class RateLimiter:
+    """Counts inserts and samples, and says which may go on.
+
+    With I steps inserted, D removed and S sampled, a ratio r, a minimum m and an error buffer b, let the balance be
+    I·r - S.
+
+        n steps may be sampled     if I - D ≥ m and the balance stays at least m·r - b
+        n steps may be inserted    if I + n - D ≤ m or the balance stays at most m·r + b
+
+    An insert that begins below the minimum is always let through: nothing can be sampled until the minimum is reached.
+    The two conditions leave always one side free if 2·b ≥ (steps of a sample) + (steps of an insert)·r. To ask changes
+    no count: an insert counts among the sizes once it has come, even if it waits, and a sample once it is drawn.
+
+    rate       None: inserts always may, samples from the first step on
+    samples    steps of an ordinary sample
+
+    sampled                  number of steps sampled
+    most_inserts             steps of the largest insert that has come so far, or waits
+    most_samples             steps of the largest sample so far
+    """
+
+    def __init__(self, rate: SamplesPerInsert | None, samples: int = 1) -> None:
+        self.rate, self.sampled = rate, 0
+        self.most_inserts, self.most_samples = 1, samples
+
+    def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
+        """True if so many steps may be inserted."""
+        rate, balance = self.rate, self._balance(inserted)
+        if rate is None or inserted - removed < rate.min_size:
+            return True
+        return balance + steps * rate.ratio <= rate.min_size * rate.ratio + self._buffer(steps)
+
+    def admits_sample(self, steps: int, inserted: int, removed: int) -> bool:
+        """True if so many steps may be sampled.
+
+        The buffer suits the samples so far. A larger sample goes on where the largest insert would have to wait, so
+        that one of them always goes on.
+        """
+        rate = self.rate
+        if rate is None:
+            return inserted > removed
+        if inserted - removed < rate.min_size:
+            return False
+        least = min(steps - self._buffer(), self._buffer() - self.most_inserts * rate.ratio)
+        return self._balance(inserted) - rate.min_size * rate.ratio >= least
+
+    def beyond(self, inserted: int) -> int:
+        """Steps inserted beyond the minimum."""
+        return max(0, inserted - (0 if self.rate is None else self.rate.min_size))
+
+    def _balance(self, inserted: int) -> float:
+        ratio = 0.0 if self.rate is None else self.rate.ratio
+        return inserted * ratio - self.sampled
+
+    def _buffer(self, inserts: int = 0) -> float:
+        """The error buffer, for such an insert and all sizes so far."""
+        assert self.rate is not None
+        return self.rate.buffer(max(self.most_inserts, inserts), self.most_samples)
+
+    def get_state(self) -> dict[str, Any]:
+        """The counts."""
+        return {"sampled": self.sampled, "most_inserts": self.most_inserts, "most_samples": self.most_samples}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take the counts of `get_state`."""
+        self.sampled, self.most_inserts = state["sampled"], state["most_inserts"]
+        self.most_samples = state["most_samples"]
+
+
+Batch = dict[str, Any]
+
+
+class ReplayTable:
+    """Rows of steps, without locks.
+
+    capacity       number of rows
+    sampler        of this table alone
+    max_samples    how often a step is drawn before it is removed; None: any number
+    rate           counts of what is inserted and sampled
+    generator      of all that is drawn
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sampler: Sampler,
+        *,
+        max_samples: int | None,
+        storage: Storage,
+        rate: RateLimiter,
+        generator: np.random.Generator,
+    ) -> None:
+        self.sampler, self.rate = sampler, rate
+        self.rows = RowIndex(capacity, storage.frames - 1)
+        self._storage, self._generator, self._max_samples = storage, generator, max_samples
+        self._columns: RowColumns | None = None
+        self._draws = np.zeros(0 if max_samples is None else capacity, np.int32)  # of the step in each row
+        sampler.begin(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns; 0 before the first insert."""
+        return 0 if self._columns is None else self._columns.nbytes
+
+    def announce(self, steps: int) -> bool:
+        """Take note of an insert that comes; True if none was as large, so that samples that wait look again."""
+        is_largest = steps > self.rate.most_inserts
+        self.rate.most_inserts = max(self.rate.most_inserts, steps)
+        return is_largest
+
+    def admits_insert(self, steps: int) -> bool:
+        """True if the rate lets so many steps be inserted."""
+        may = self.rate.admits_insert(steps, self.rows.inserted, self.rows.removed)
+        return may or bool(self.sampler.waits_for(self.rows))
+
+    def admits_sample(self, count: int) -> bool:
+        """True if the rate lets so many rows be sampled."""
+        may = self.rate.admits_sample(count * self.sampler.steps, self.rows.inserted, self.rows.removed)
+        return may and not self.sampler.waits_for(self.rows)
+
+    def checked(self, fragment: Fragment) -> Callable[[], None]:
+        """The insert of a fragment, to be called before anything else changes; no step comes or goes yet.
+
+        Raises ReplayError for a fragment of another kind, and for one that is too large.
+        """
+        columns = columns_of(fragment, self._storage.extra)
+        if self._columns is not None:
+            self._columns.check(columns)
+        lane = f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"  # no other lane's, also when a run goes on
+        room = self.rows.room_for(lane, fragment.layout, fragment.chunks)
+        self._check_min_size(room)
+        return partial(self._insert, fragment, columns, self._columns or self._make_columns(items_of(columns)), room)
+
+    def _insert(self, fragment: Fragment, columns: dict[str, Any], into: RowColumns, room: Room) -> None:
+        """Copy a fragment's steps; the oldest make room."""
+        rows, self._columns = self.rows, into
+        placement = rows.place(room)
+        self._columns.write(placement.begin, placement.source, columns)
+        if len(placement.ended):
+            last = fragment.last_observations()
+            self._columns.put(Columns.OBS, placement.rows, map_tree(lambda leaf: leaf[placement.ended], last))
+        self.sampler.note_removed(rows, placement.removed)
+        self.sampler.note_inserted(rows, placement.inserted)
+        if self._max_samples is not None:
+            self._draws[placement.inserted % rows.num_rows] = 0
+
+    def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
+        """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
+        rows = self.rows
+        assert self._columns is not None
+        draw = self.sampler.draw(rows, count, self._generator)
+        steps = SampledSteps(rows, self._columns, draw, self._storage.frames, self._generator)
+        batch = steps.batch()
+        shared_data: dict[str, Any] = {}
+        context: Any = steps  # which pieces for replays take in the place of episodes
+        for piece in pieces:
+            try:
+                batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
+            except Exception as error:
+                error.add_note(f"in piece {type(piece).__name__} of the replay")
+                raise
+        convert = tensor_of if pieces else torch.from_numpy  # a piece's arrays may be read-only
+        for name, data in batch.items():
+            batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
+        return batch, draw
+
+    def count(self, draw: Draw, count: int) -> None:
+        """Count a draw of `count` rows, and remove steps that have been drawn as often as they may."""
+        self.rate.sampled += draw.num_steps
+        self.rate.most_samples = max(self.rate.most_samples, count * self.sampler.steps)
+        if self._max_samples is None:
+            return
+        trained = draw.positions if draw.trained is None else draw.positions[draw.trained]
+        positions, counts = np.unique(trained, return_counts=True)
+        at = positions % self.rows.num_rows
+        self._draws[at] += counts.astype(np.int32)
+        drawn_out = positions[(self._draws[at] >= self._max_samples) & self.rows.is_live[at]]
+        if len(drawn_out):
+            self.rows.remove(drawn_out)
+            self.sampler.note_removed(self.rows, drawn_out)
+
+    def _make_columns(self, items: dict[str, Any]) -> RowColumns:
+        return RowColumns(items, self.rows.num_rows, self.rows.num_spare, self._storage.path)
+
+    def _check_min_size(self, room: Room) -> None:
+        rate, rows = self.rate.rate, self.rows
+        begin = rows.end + int(room.sizes.sum()) - rows.num_rows  # that would be kept
+        if rate is None or begin <= 0 or rows.num_live - (begin - rows.begin) >= rate.min_size:
+            return
+        if (kept := rows.num_steps_with(room)) < rate.min_size:
+            raise ReplayError(
+                f"min_size is {rate.min_size}, but all {rows.num_rows} rows are taken with {kept} steps in them, the "
+                "others by last observations of episodes: nothing could ever be sampled; expected a smaller min_size, "
+                "or a larger capacity"
+            )
+
+    # Checkpoints
+
+    def get_state(self, since: int) -> dict[str, Any]:
+        """All that the table holds, as plain values and arrays: steps, priorities, counts, the generator.
+
+        since    position up to which rows may be left out
+        """
+        rows = self.rows
+        return {
+            "rows": rows.get_state(),
+            "columns": self._columns and self._columns.get_state(since, rows.end, rows.spare_in_use),
+            "sampler": self.sampler.get_state(),
+            "draws": self._draws.copy(),
+            "rate": self.rate.get_state(),
+            "generator": self._generator.bit_generator.state,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take what `get_state` gave with all rows."""
+        # Another sampler is found out first, and columns, whose file is made anew, come last.
+        self.sampler.set_state(state["sampler"])
+        self._draws[:] = state["draws"]
+        self.rate.set_state(state["rate"])
+        self._generator.bit_generator.state = state["generator"]
+        self.rows.set_state(state["rows"])
+        if state["columns"] is not None:
+            self._columns = self._make_columns(state["columns"]["items"])
+            self._columns.set_state(state["columns"])
+
+
+def _tensor(leaf: Any) -> Any:
+    return tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf
+
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import abc
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import settle_observations
-from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.state_watch import checked_state
 from rollflow.stream.data.errors import ConnectorError, StateError, page_on, shown, warn_caller
 from rollflow.stream.fragments.fragment import FragmentEpisodes
@@ -199,7 +198,8 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
 
     kind: ClassVar[str] = ""  # of the pipelines that `ConnectorV2.pipelines` names; empty: takes any piece
     columnar = True
-    fuses = True  # whether default pieces may be called as one: see `fused`
+    fuses = True  # whether the last pieces may be called as one, where their classes are in `fused_forms`
+    fused_forms: ClassVar[Mapping[tuple[type, ...], Callable[[Sequence[Any]], Any]]] = {}
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 batch = self._called(range(first), batch, episodes, {**given, **more})
             mark = perf_counter_ns()
             try:
-                made = fused.make(rl_module, batch, episodes, explore, shared_data)
+                made: Batch | None = fused.make(rl_module, batch, episodes, explore, shared_data)
             except Exception as error:
                 self._note_piece(error, first, batch)
                 raise
@@ -514,7 +514,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         while not replaces and self._first_columnar and self._pieces[self._first_columnar - 1].columnar:
             self._first_columnar -= 1
         fused_before = self._fused_pieces
-        self._fused_from, self._fused = fused_tail(self._pieces, self._first_columnar)
+        self._fused_from, self._fused = self._fused_tail()
         self._fused_pieces = self._pieces[self._fused_from :] if self._fused else []
         timers = {id(piece): timer for piece, timer in self._timers}
         self._timers = [(piece, timers.get(id(piece), Timer())) for piece in self._pieces]
@@ -529,6 +529,14 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 piece._enclosing.append(self)
         for pipeline in self._enclosing:
             pipeline._arrange()
+
+    def _fused_tail(self) -> tuple[int, Any]:
+        """Place of the first of the last pieces that can be called as one, and these as one; (-1, None): none can."""
+        for classes, fused in self.fused_forms.items():
+            place = len(self._pieces) - len(classes)
+            if place >= self._first_columnar and tuple(map(type, self._pieces[place:])) == classes:
+                return place, fused(self._pieces[place:])
+        return -1, None
 
     def _recompute_spaces(self) -> None:
         self._spaces_known = True

@@ -9,7 +9,7 @@ from replayed import Played, insert_all, plays
 
 from rollflow import Replay
 from rollflow.sinks import Prioritized, Storage
-from rollflow.sinks.replay.prioritized import SumTree
+from rollflow.sinks.replay.samplers import SumTree
 from rollflow.stream import ReplayError
 
 STEPS = 40

@@ -14,7 +14,7 @@ from replayed import Played
 
 from rollflow import Graph, Replay, Rollout
 from rollflow.sinks import Episodes, SamplesPerInsert
-from rollflow.sinks.replay.rate import RateLimiter
+from rollflow.sinks.replay.replay import RateLimiter
 from rollflow.stream import ReplayError
 
 pytestmark = pytest.mark.anyio
