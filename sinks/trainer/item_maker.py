@@ -12,7 +12,6 @@ from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.stages.acting import check_connector, pieces_given
 from rollflow.nodes.stages.rounds import check_bounded
 from rollflow.sinks.trainer.messages import (
-    NO_EPISODES,
     AnyFragment,
     Batch,
     FinishedEpisodes,
@@ -71,15 +70,14 @@ class StreamReturns(EpisodeReturns):
         else:
             self.take_finished(arrived.finished)
 
-    def take_finished(self, finished: FinishedEpisodes) -> None:
+    def take_finished(self, finished: Sequence[FinishedEpisodes]) -> None:
         """Add the finished episodes that a message lists."""
-        if finished is NO_EPISODES:
-            return
-        self.take(finished.count, finished.returns, finished.lengths)
-        for module_id, part in finished.by_module.items():
-            returns = self.by_module.pop(module_id, None) or EpisodeReturns()
-            returns.take(part.count, part.returns, part.lengths)
-            self.by_module[module_id] = returns  # last of all
+        for module_id, count, episode_returns, lengths in finished:
+            returns: Any = self
+            if module_id is not None:
+                returns = self.by_module.pop(module_id) if module_id in self.by_module else EpisodeReturns()
+                self.by_module[module_id] = returns  # last of all
+            returns.take(count, episode_returns.tolist(), lengths.tolist())
         for module_id in list(self.by_module)[: max(0, len(self.by_module) - _MOST_MODULES)]:
             del self.by_module[module_id]
 

@@ -28,22 +28,9 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
 from rollflow.stream.wire import Fragment
-from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.value import decode_lent, encode_value
 
 logger = logging.getLogger(__name__)
-
-_BLOCK = field.whole(0, 1 << 53)
-_BLOCKS = field.list_of(_BLOCK, 4096)
-# `lent` in the rest of a fragment: number and bytes of blocks that are shared from now on, whose descriptors come
-# before it; blocks in which nothing more will be lent; those that this lends once, and its columns' header in them.
-_LENT = field.entries(
-    new=field.list_of(field.items(_BLOCK, field.whole(1, 1 << 40)), 4096),
-    gone=_BLOCKS,
-    blocks=_BLOCKS,
-    columns=field.nullable(field.raw_up_to(MAX_HEADER)),
-)
 
 
 class FragmentLender:
@@ -170,6 +157,8 @@ class _Loans:
         """Send a fragment whose columns lie in blocks, by this header, or go with it, and news of blocks."""
         new, gone = [*self._new], list(islice(self._gone, 1024))
         if columns is not None or new or gone:
+            # Blocks that are shared from now on, whose descriptors come before this, and their bytes; those in which
+            # nothing more will be lent; those that this lends once, and the header of its columns in them.
             lent = {"new": new, "gone": gone, "blocks": [*blocks], "columns": columns}
             own = message.columns if columns is None else {}
             message = Fragment(message.lane, message.number, own, {**message.rest, "lent": lent})
@@ -227,11 +216,10 @@ class FragmentBorrower:
         lent = rest.pop("lent", None)
         if lent is None:
             return message
-        new, gone, numbers, header = _LENT(lent, "lent").values()
-        for number, size in new:
+        for number, size in lent["new"]:
             self._map(number, size)
-        blocks = [self._array_over(number) for number in numbers]
-        for number in gone:
+        blocks, header = [self._array_over(number) for number in lent["blocks"]], lent["columns"]
+        for number in lent["gone"]:
             if self._blocks.pop(number, None) is None:
                 raise WireError(f"lent: block {number} is gone, expected one that there is", "memory")
         columns = message.columns if header is None else decode_lent(header, blocks)

@@ -10,7 +10,6 @@ from typing import Any
 
 from rollflow.nodes.env.remote.remote_envs import Endpoint
 from rollflow.sinks.trainer.lending import FragmentBorrower, fragment_in
-from rollflow.sinks.trainer.messages import NEWS
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -247,15 +246,15 @@ class TrainerListener:
                 self.arrived.append(arrived)
                 self.trace.arrives(arrived, now)
             case wire.Metrics():
-                joined, left, last = NEWS(event.metrics, "metrics").values()
-                if joined is not None:
-                    source.take_lane(joined)
+                ((news, told),) = event.metrics.items()
+                if news == "joined":
+                    source.take_lane(told)
                     self.bound.widen(source)
                     self._behind.add(source)
-                if left is not None:
-                    source.set_aside(*left)
-                if last is not None:
-                    source.finish(last)
+                elif news == "left":
+                    source.set_aside(*told)
+                else:
+                    source.finish(told)
         self.bell.ring()
 
     def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:

@@ -7,37 +7,32 @@ A batch of several modules is module id -> train batch. Their weights go as thos
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.offloaded.fragment_message import PartSpaces, layout_entries, layout_in, message_of, spaces_seen
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.stream import wire
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, ModuleError, WireError, shown
+from rollflow.stream.data.errors import ColumnError, ModuleError
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
-from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_LANES, MOST_NUMBER
-from rollflow.stream.wire.codec.messages import ID_BYTES
 from rollflow.stream.wire.codec.spaces import read_space
 
 HAS_ENDED = "the trainer has ended"  # reason of its goodbye, if it leaves without an error
 Batch = dict[str, Any]
+# Episodes that have finished: id of the module whose agents they were of, None for all; how many; of the last of them
+# the returns f64[E], oldest first, and the lengths i64[E].
+FinishedEpisodes = tuple[str | None, int, NDArray[np.float64], NDArray[np.int64]]
 ByModule = Mapping[str, Mapping[str, Any]]
-MOST = 1 << 62
-MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
-MOST_MODULES = 256  # that one batch tells of
 
 
 def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
@@ -55,39 +50,23 @@ def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayo
 
 
 def message_of_batch(
-    number: int, batch: Batch, *, modules: Collection[str] | None = None, episodes: Mapping[str, Any] | None = None
+    number: int, batch: Batch, *, modules: Collection[str] | None = None, episodes: Sequence[Any] = ()
 ) -> wire.Fragment:
     """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
 
     modules     it is module id -> train batch; ids of those that the trainer publishes weights for. None: it is not
-    episodes    fields of `FinishedEpisodes`; None: none have finished
+    episodes    that have finished, see `BatchObserver.take_episodes`
     """
     columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
-    rest: dict[str, Any] = {"batch": True}
-    if modules is not None:
-        rest["by_module"] = True
     counted = [each for name, each in columns.items() if name in modules] if modules is not None else [columns]
-    rest["policy_version"] = oldest_version(counted)
-    rest["steps"] = num_steps(batches_in(columns, is_by_module=modules is not None))
-    if episodes is not None:
-        rest["episodes"] = episodes
+    rest = {
+        "batch": True,
+        "by_module": modules is not None,
+        "policy_version": oldest_version(counted),
+        "steps": num_steps(batches_in(columns, is_by_module=modules is not None)),
+        "episodes": episodes,
+    }
     return wire.Fragment(0, number, columns, rest)
-
-
-def told_of_batch(message: wire.Fragment) -> tuple[int | None, int]:
-    """Oldest policy version and steps of a train batch. Raises WireError where a message says no such thing."""
-    rest = message.rest
-    oldest: int | None = field.nullable(field.whole(-MOST, MOST))(rest.get("policy_version"), "policy_version")
-    steps: int = field.whole(0, MOST)(rest.get("steps", 0), "steps")
-    return oldest, steps
-
-
-def batch_of_message(message: wire.Fragment) -> Batch:
-    """The train batch in a message, tensors over the memory that they came in. Raises WireError where it is none."""
-    try:
-        return tensors_of(message.columns)
-    except (TypeError, ValueError) as error:
-        raise WireError(f"it is no train batch: {error}", "fragment") from error
 
 
 def tensors_of(columns: Mapping[str, Any]) -> Batch:
@@ -194,91 +173,6 @@ def _one_of(batches: Sequence[Batch]) -> Batch:
     return {name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in names}
 
 
-def _episodes(value: Any, where: str) -> "FinishedEpisodes":
-    finished: FinishedEpisodes = field.record(FinishedEpisodes)({"by_module": {}, **field.mapping(value, where)}, where)
-    expected = min(finished.count, MOST_KEPT)
-    if len(finished.returns) != expected or len(finished.lengths) != expected:
-        raise WireError(f"{where} has {shown(value)}, expected {expected} returns and lengths", "fragment")
-    return finished
-
-
-def _by_module(value: Any, where: str) -> dict[str, "FinishedEpisodes"]:
-    parts: dict[str, FinishedEpisodes] = field.map_of(_episodes)(value, where)
-    if len(parts) > MOST_MODULES:
-        raise WireError(f"{where} is {shown(value)}, expected at most {MOST_MODULES} module ids", "fragment")
-    return parts
-
-
-_RETURN = field.check_that(lambda value: isinstance(value, float) and value == value, "a number")
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedEpisodes:
-    """Episodes that have finished.
-
-    count        how many
-    returns      of the last of them, 100 at most, oldest first
-    lengths      their steps
-    by_module    module id -> the same of the agents that it served
-    """
-
-    count: Annotated[int, field.whole(0, MOST)]
-    returns: Annotated[Sequence[float], field.list_of(_RETURN, MOST_KEPT)]
-    lengths: Annotated[Sequence[int], field.list_of(field.whole(0, MOST), MOST_KEPT)]
-    by_module: Annotated[Mapping[str, "FinishedEpisodes"], _by_module] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, entries: Any, *, is_by_module: bool) -> "FinishedEpisodes":
-        """As it came over the wire; nil: none. Raises WireError where it is something else."""
-        if entries is None:
-            return NO_EPISODES
-        finished = _episodes(entries, "episodes")
-        if finished.by_module and not is_by_module:
-            raise WireError("episodes.by_module of a rollout with one module, expected none", "fragment")
-        return finished
-
-
-NO_EPISODES = FinishedEpisodes(0, [], [])
-
-
-def finished_since(returns: EpisodeReturns | AgentReturns, count: int) -> dict[str, Any]:
-    """The episodes that have finished since there were so many, as `FinishedEpisodes` goes over the wire."""
-    new = returns.count - count
-    kept = min(new, MOST_KEPT, len(returns.returns))
-    last = [list(islice(each, len(each) - kept, None)) for each in (returns.returns, returns.lengths)]
-    return {"count": new, "returns": last[0], "lengths": last[1]}
-
-
-def _is_id(agent: Any) -> bool:
-    """True for a string or a number, or a tuple of these."""
-    return isinstance(agent, str | int | float) or (isinstance(agent, tuple) and all(map(_is_id, agent)))
-
-
-_PART = field.entries(
-    agents=field.list_of(field.check_that(_is_id, "an id"), MOST_AGENTS),
-    spaces=field.list_of(read_space, 64),
-    action_space=read_space,
-)
-_IDS = field.list_of(field.text(1 << 16), MOST_AGENTS)
-
-
-def _part_in(value: Any, where: str) -> PartSpaces:
-    agents, spaces, action_space = _PART(value, where).values()
-    if not agents or not spaces:
-        raise WireError(f"{where} is {shown(value)}, expected agents and spaces")
-    return PartSpaces(AgentPart(agents, spaces[0], action_space), spaces)
-
-
-def _parts_in(value: Any, where: str) -> Sequence[PartSpaces]:
-    if not value:
-        raise WireError(f"{where} is {shown(value)}, expected 1 or more of them")
-    parts: Sequence[PartSpaces] = field.list_of(_part_in, MOST_AGENTS)(value, where)
-    return parts
-
-
-_NUMBER = field.whole(0, MOST_NUMBER)
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutDescription:
     """What a rollout says of itself, in the metadata of its hello.
@@ -303,28 +197,34 @@ class RolloutDescription:
                        if it sends fragments
     """
 
-    sends: Annotated[str, field.one_of("fragments", "batches")]
-    parts: Annotated[Sequence[PartSpaces], _parts_in]
-    weights: Annotated[Mapping[str, tuple[int, ...]], field.map_of(field.list_of(_NUMBER, 64))]
-    has_fixed_lanes: Annotated[bool, field.flag]
-    is_stateful: Annotated[bool, field.flag]
-    module: Annotated[str, field.text(1 << 16)]
-    version: Annotated[int, _NUMBER]
-    weights_id: Annotated[bytes | None, field.nullable(field.raw(0, ID_BYTES))] = None
-    seed: Annotated[int | None, field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))] = None
-    lanes: Annotated[Sequence[int] | None, field.nullable(field.list_of(_NUMBER, MOST_LANES))] = None
-    aside: Annotated[Sequence[Sequence[int]], field.list_of(field.items(_NUMBER, _NUMBER), MOST_LANES)] = ()
-    shares_memory: Annotated[bool, field.flag] = False
-    is_by_module: Annotated[bool, field.flag] = False
-    to_train: Annotated[Collection[str] | None, field.nullable(_IDS)] = None
-    published: Annotated[Sequence[str], _IDS] = ()
-    can_be_paced: Annotated[bool | None, field.nullable(field.flag)] = None
+    sends: str
+    parts: Sequence[PartSpaces]
+    weights: Mapping[str, tuple[int, ...]]
+    has_fixed_lanes: bool
+    is_stateful: bool
+    module: str
+    version: int
+    weights_id: bytes | None = None
+    seed: int | None = None
+    lanes: Sequence[int] | None = None
+    aside: Sequence[Sequence[int]] = ()
+    shares_memory: bool = False
+    is_by_module: bool = False
+    to_train: Collection[str] | None = None
+    published: Sequence[str] = ()
+    can_be_paced: bool = True
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "RolloutDescription":
-        """The description in the metadata of a hello. Raises WireError where they make no sense."""
-        told = cls(**field.checked_fields(cls, metadata, "hello.metadata"))
-        return dataclasses.replace(told, can_be_paced=not told.sends_batches) if told.can_be_paced is None else told
+        """The description in the metadata of a hello. Raises WireError for a space that is none."""
+        parts = []
+        for each in metadata["parts"]:
+            action_space, *seen = (
+                read_space(space, "hello.metadata.parts") for space in [each["action_space"], *each["spaces"]]
+            )
+            parts.append(PartSpaces(AgentPart(tuple(each["agents"]), seen[0], action_space), seen))
+        weights = {name: tuple(shape) for name, shape in metadata["weights"].items()}
+        return cls(**{**metadata, "parts": parts, "weights": weights})
 
     def plain(self) -> dict[str, Any]:
         """The description as plain values, for the wire."""
@@ -360,11 +260,6 @@ def parts_of(rollout: Rollout | MultiAgentRollout) -> Sequence[PartSpaces]:
     return spaces_seen([part], [rollout.env_to_module])
 
 
-# News of a rollout: a lane that has joined, and is about to begin its first fragment; a lane that is gone, with the
-# number of an item behind which none is from it, 0 where it had none; number of the last item, 0 where there is none.
-NEWS = field.entries(
-    joined=field.nullable(_NUMBER), left=field.nullable(field.items(_NUMBER, _NUMBER)), last=field.nullable(_NUMBER)
-)
 UNKNOWN = RolloutDescription("fragments", (), {}, has_fixed_lanes=True, is_stateful=False, module="", version=0)
 
 

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.stages.rounds import LaneGate
@@ -16,8 +16,6 @@ from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import Fragment, SenderSession
-from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.handshake import MOST_LANES
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +103,6 @@ class ResendBuffer:
             return list(islice(self._entries, max(0, number + 1 - self._first), None))
 
 
-_NUMBER = field.whole(0, 1 << 53)
-
-
-def _lanes(value: Any, where: str) -> frozenset[int]:
-    return frozenset(field.list_of(_NUMBER, MOST_LANES)(value, where))
-
-
 @dataclass(frozen=True, slots=True)
 class StreamOrder:
     """Settings by which a trainer wants a rollout's stream.
@@ -124,26 +115,22 @@ class StreamOrder:
     stays          whether a rollout whose last fragment has come stays until all are acknowledged
     """
 
-    window: Annotated[int, _NUMBER]
-    ahead: Annotated[int | None, field.nullable(_NUMBER)]
-    version: Annotated[int, _NUMBER]
-    needs: Annotated[int, _NUMBER] = 1
-    lanes: Annotated[frozenset[int] | None, field.nullable(_lanes)] = None
-    stays: Annotated[bool, field.flag] = False
+    window: int
+    ahead: int | None
+    version: int
+    needs: int = 1
+    lanes: frozenset[int] | None = None
+    stays: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Read it from a `settings` message. Raises WireError for an invalid entry."""
-        return cls(**field.checked_fields(cls, settings, "settings"))
+        """Read it from a `settings` message."""
+        lanes = settings["lanes"]
+        return cls(**{**settings, "lanes": None if lanes is None else frozenset(lanes)})
 
     def as_settings(self) -> dict[str, Any]:
         """Entries of a `settings` message."""
-        settings = asdict(self)
-        if self.lanes is None:
-            del settings["lanes"]
-        else:
-            settings["lanes"] = sorted(self.lanes)
-        return settings
+        return {**asdict(self), "lanes": None if self.lanes is None else sorted(self.lanes)}
 
 
 class BatchCredits:

@@ -1,6 +1,6 @@
 """Peer of a trainer: one rollout that feeds it, and the items that come of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
@@ -44,7 +44,7 @@ class ArrivedItem(NamedTuple):
     item: AnyFragment | Batch
     policy_version: int | None
     batch_steps: int = 0
-    finished: FinishedEpisodes = messages.NO_EPISODES
+    finished: Sequence[FinishedEpisodes] = ()
 
     @property
     def lane(self) -> int:
@@ -260,21 +260,15 @@ class RolloutPeer:
             raise WireError(str(error), "fragment") from error
 
     def _read_batch(self, message: wire.Fragment) -> ArrivedItem:
-        if (message.rest.get("by_module") is True) != self.rollout.is_by_module:
-            raise WireError("a train batch of one module among others, or the other way round", "fragment")
-        finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=self.rollout.is_by_module)
-        oldest, steps = messages.told_of_batch(message)
-        if self.rollout.is_by_module and not messages.is_by_module(message.columns):
-            raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
-        return ArrivedItem(self, message.number, messages.batch_of_message(message), oldest, steps, finished)
+        rest, batch = message.rest, messages.tensors_of(message.columns)
+        return ArrivedItem(self, message.number, batch, rest["policy_version"], rest["steps"], rest["episodes"])
 
     def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
         self._check_lane(message)
         if self.rollout.is_by_module:
             of_agents = agents_of_message(message, self.rollout.parts)
             oldest, _ = messages.acting_versions(of_agents, self.rollout.published)
-            finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=True)
-            return ArrivedItem(self, message.number, of_agents, oldest, 0, finished)
+            return ArrivedItem(self, message.number, of_agents, oldest, 0, message.rest["episodes"])
         spaces = self.rollout.parts[0]
         entries, before = message.rest.get("layout"), self._layouts.get(message.lane)
         layout = messages.layout_told(entries, spaces.part.recorded_space, before)

@@ -5,10 +5,11 @@ import ssl
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Literal
 
 import anyio
+import numpy as np
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
 from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
@@ -21,7 +22,7 @@ from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer import messages
 from rollflow.sinks.trainer.lending import FragmentLender
-from rollflow.sinks.trainer.messages import AnyFragment, Batch
+from rollflow.sinks.trainer.messages import AnyFragment, Batch, FinishedEpisodes
 from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream import wire
@@ -65,22 +66,17 @@ class BatchObserver:
         """Text for `explain()`."""
         return "returns for the trainer"
 
-    def take_episodes(self) -> dict[str, Any] | None:
-        """Take the episodes that have finished since the last call, as they go over the wire; None: there are none."""
-        returns = self._returns
-        by_module = returns.by_module if isinstance(returns, AgentReturns) else {}
-        untold = [each for each in by_module if self._untold(each)]
-        ids = islice(untold, messages.MOST_MODULES)  # others come with the next
-        parts = {each: self._taken(by_module[each]) for each in ids}
-        finished = self._taken(returns)
-        if parts:
-            finished["by_module"] = parts
-        return finished if finished["count"] or parts else None
-
-    def _taken(self, returns: Any) -> dict[str, Any]:
-        finished = messages.finished_since(returns, self._told.get(returns, 0))
-        self._told[returns] = returns.count
-        return finished
+    def take_episodes(self) -> list[FinishedEpisodes]:
+        """Take the episodes that have finished since the last call, of all, and of the agents of each module."""
+        by_module = getattr(self._returns, "by_module", {})
+        of_modules = [(each, own) for each, own in by_module.items() if isinstance(each, str)]
+        taken = []
+        for module_id, own in [(None, self._returns), *of_modules]:
+            if count := own.count - self._told.get(own, 0):
+                self._told[own] = own.count
+                kept = slice(-min(count, len(own.returns)), None)
+                taken.append((module_id, count, np.array(own.returns)[kept], np.array(own.lengths)[kept]))
+        return taken
 
     def _untold(self, module_id: Any) -> int:
         """Number of a module's episodes that have not been taken."""

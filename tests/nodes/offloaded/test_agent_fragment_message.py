@@ -102,16 +102,3 @@ def test_what_is_wrong_is_told(path: Path, new: Any, told: str) -> None:
     message, description = message_here()
     with pytest.raises(WireError, match=told):
         agents_of_message(replace(message, rest=changed(message.rest, path, new)), description.parts)
-
-
-@pytest.mark.parametrize(
-    ("path", "new", "told"),
-    [
-        (("parts", 0, "agents"), [[1]], r"parts\[0\].agents\[0\] is \[1\], expected an id"),
-        (("parts", 0, "spaces"), [], r"parts\[0\] is .*, expected agents and spaces"),
-        (("to_train",), [1], r"to_train\[0\] is 1, expected a string"),
-    ],
-)
-def test_a_description_that_is_none_is_refused(path: Path, new: Any, told: str) -> None:
-    with pytest.raises(WireError, match=told):
-        RolloutDescription.of(changed(description_of(DRAWN).plain() | {"to_train": []}, path, new))

@@ -41,7 +41,7 @@ from rollflow.nodes import EpisodeReturns, LambdaConnector
 from rollflow.sinks import Batches, TrainerSink, WeightsFollower
 from rollflow.sinks.trainer import newest_weights
 from rollflow.sinks.trainer.item_maker import StreamReturns
-from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, UNKNOWN, FinishedEpisodes, message_of_batch
+from rollflow.sinks.trainer.messages import UNKNOWN, FinishedEpisodes, message_of_batch
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.sinks.trainer.sink import BatchObserver
 from rollflow.stream import ModuleError, RunError, WireError
@@ -368,55 +368,17 @@ def test_who_watches_comes_before_the_rollout_is_in_a_graph() -> None:
 # What goes over the wire
 
 
-def told(count: int, first: int = 0, **by_module: Any) -> dict[str, Any]:
-    kept = min(count, MOST_KEPT)
-    entry = {"count": count, "returns": [float(first + i) for i in range(kept)], "lengths": list(range(kept))}
-    return entry | ({"by_module": by_module} if by_module else {})
-
-
-def source(**known: Any) -> RolloutPeer:
-    return RolloutPeer(ReceiverSession(TOKEN), rollout=replace(UNKNOWN, sends="batches", **known))
-
-
-def message(number: int, **options: Any) -> Fragment:
-    return message_of_batch(number, {"a": {"rewards": np.full(3, number)}}, modules=["a"], **options)
-
-
-@pytest.mark.parametrize(
-    ("episodes", "expected"),
-    [
-        (7, "episodes is 7, expected a map"),
-        ({}, "episodes has no field 'count', expected count, returns, lengths"),
-        (told(2) | {"count": 3}, "expected 3 returns and lengths"),
-        (told(1) | {"returns": [float("nan")]}, r"episodes.returns\[0\] is nan, expected a number"),
-        (told(1) | {"lengths": []}, "expected 1 returns and lengths"),
-        (told(1) | {"by_module": {str(i): told(0) for i in range(257)}}, "expected at most 256 module ids"),
-        (told(1, a={"count": "x"}), r"episodes.by_module\['a'\].count is 'x'"),
-    ],
-)
-def test_what_is_malformed_is_refused(episodes: Any, expected: str) -> None:
-    with pytest.raises(WireError, match=expected):
-        source(is_by_module=True).read(message(1, episodes=episodes))
-
-
-def test_as_much_as_may_be_told_goes_into_one_message() -> None:
-    parts = {f"module {number}": told(MOST_KEPT) for number in range(MOST_MODULES)}
-    came = decode(bytearray(b"".join(encode(message(1, episodes=told(MOST_KEPT, **parts))))))
-    assert isinstance(came, Fragment)
-    assert len(source(is_by_module=True).read(came).finished.by_module) == MOST_MODULES
-
-
-def test_returns_by_module_of_one_module_are_refused() -> None:
-    batch = message_of_batch(1, {"rewards": np.zeros(3)}, episodes=told(1, a=told(1)))
-    with pytest.raises(WireError, match=r"episodes.by_module of a rollout with one module, expected none"):
-        source().read(batch)
-    with pytest.raises(WireError, match="episodes is 7, expected a map"):
-        source().read(message_of_batch(1, {"rewards": np.zeros(3)}, episodes=7))  # type: ignore[arg-type]
+def told(module_id: str | None, count: int, first: int = 0) -> FinishedEpisodes:
+    kept = min(count, 100)
+    return module_id, count, np.arange(first, first + kept, dtype=float), np.ones(kept, np.int64)
 
 
 def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:
-    returns = StreamReturns()
-    returns.take_finished(FinishedEpisodes.of(told(250, 5), is_by_module=False))
+    batch = message_of_batch(1, {"rewards": np.zeros(3), "policy_version": np.zeros(3)}, episodes=[told(None, 250, 5)])
+    came = decode(bytearray(b"".join(encode(batch))))
+    assert isinstance(came, Fragment)
+    source, returns = RolloutPeer(ReceiverSession(TOKEN), rollout=replace(UNKNOWN, sends="batches")), StreamReturns()
+    returns.add_item(source.read(came))
     assert (returns.count, len(returns.returns), returns.returns[-1]) == (250, 100, 104.0)
 
 
@@ -436,22 +398,23 @@ def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_ane
     assert returns._is_present("a")  # though there is none, until it is told
     assert not returns._is_present(7)
     finish(2, "a")
-    assert seen.take_episodes() == told(0, a={"count": 5, "returns": [1.0] * 5, "lengths": [1] * 5})
-    assert seen.take_episodes() is None
+
+    def taken() -> list[tuple[Any, int, list[float]]]:
+        return [(module_id, count, values.tolist()) for module_id, count, values, _ in seen.take_episodes()]
+
+    assert taken() == [("a", 5, [1.0] * 5)]
+    assert taken() == []
     assert not returns._is_present("a")
     del returns.by_module["a"]
     finish(1, "a")
-    assert seen.take_episodes() == told(0, a={"count": 1, "returns": [1.0], "lengths": [1]})
-    finish(1, *map(str, range(MOST_MODULES + 2)))  # more than one batch tells of
-    assert [len((seen.take_episodes() or {})["by_module"]) for _ in range(2)] == [MOST_MODULES, 2]
+    assert taken() == [("a", 1, [1.0])]
     rollout.environments.close()
 
 
 def test_a_trainer_keeps_the_modules_that_it_heard_of_last() -> None:
     returns = StreamReturns()
     for number in range(1500):
-        parts = {"stays": told(1), f"version {number}": told(1)}
-        returns.take_finished(FinishedEpisodes.of(told(1, **parts), is_by_module=True))
+        returns.take_finished([told(None, 1), told("stays", 1), told(f"version {number}", 1)])
     assert len(returns.by_module) == 1024
     assert returns.by_module["stays"].count == returns.count == 1500
     assert "version 1499" in returns.by_module

@@ -373,7 +373,7 @@ class Reliable(RuleBasedStateMachine):
             assert not isinstance(event, wire.ConnectionBroken), event.error
             if isinstance(event, wire.Hello):
                 self.ends.welcome(line.acceptor, event)
-                if self.family is Streams:
+                if self.family is not Hosts:
                     self.late.clear()  # their owner drops them now
             elif not isinstance(event, wire.Welcome | wire.Goodbye):
                 kind, lane, number, told = self.ends.told(event)
