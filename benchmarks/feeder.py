@@ -127,7 +127,7 @@ def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int
         lambda version, weights: False,
         lender,
     )
-    session = link.session
+    session = kept
     link.start()
     poll = select.poll()
     poll.register(link.bell.fileno(), select.POLLIN)
@@ -141,6 +141,5 @@ def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int
         if lender is not None:
             lender.look_at(made)
         kept.add(made, nbytes_of(made), 1)
-        session.given += 1
         link.wake()
     raise link.error

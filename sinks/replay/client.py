@@ -215,8 +215,7 @@ class _Link:
     def connection(self, now: float) -> wire.SenderConnection:
         """This end of a connection with a host, which is told hello."""
         _, limits, secret, _ = self._endpoint
-        nothing: dict[str, Any] = {"observation_space": {}, "action_space": {}, "autoreset": "DISABLED", "metadata": {}}
-        hello = hello_of("sampler", self._name, self._session.token, limits, slots=(1,), **nothing)
+        hello = hello_of("sampler", self._name, self._session.token, limits, slots=(1,))
         return wire.SenderConnection(hello, self._session, secret=secret, limits=limits, now=now)
 
     def handle(self, peer: Peer[wire.SenderConnection], event: wire.Message, now: float) -> None:

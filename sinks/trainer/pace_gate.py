@@ -2,6 +2,7 @@
 
 import logging
 import math
+import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Wait
-from rollflow.stream.wire import Fragment, SenderSession
+from rollflow.stream.wire import SESSION_BYTES, Done, Fragment, SenderSession
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ class KeptItem:
     origins: Sequence[Origin]
 
 
-class ResendBuffer:
-    """Messages by their numbers 1, 2, …, until they are forgotten. From any thread.
+class ResendBuffer(SenderSession):
+    """Session of a source that keeps its messages until the trainer never wants them again. From any thread.
 
     max_bytes    that are kept
 
@@ -40,10 +41,10 @@ class ResendBuffer:
     """
 
     def __init__(self, max_bytes: int) -> None:
+        super().__init__(secrets.token_bytes(SESSION_BYTES))
         self.nbytes, self.needs = 0, 1
         self.max_bytes = checked_count("max_bytes", max_bytes, 1)
-        self._first = 1  # number of the oldest
-        self._entries: deque[KeptItem] = deque()
+        self._entries: deque[KeptItem] = deque()  # the last of the stream
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -65,42 +66,38 @@ class ResendBuffer:
             logger.warning(text, self.needs, items, self.nbytes * self.needs // max(1, len(self)), self.max_bytes)
         return True
 
-    @property
-    def last(self) -> int:
-        """The number given out last."""
-        return self._first + len(self._entries) - 1
-
     def add(self, message: Fragment, nbytes: int, steps: int, origins: Sequence[Origin] = ()) -> None:
         """Keep the next one; see `KeptItem`."""
         with self._lock:
-            assert message.number == self.last + 1
+            assert message.number == self.given + 1
             self._entries.append(KeptItem(message, nbytes, steps, origins))
             self.nbytes += nbytes
+            self.given = message.number
 
     def get(self, number: int) -> Fragment:
         """One that is kept."""
         with self._lock:
-            return self._entries[number - self._first].message
+            return self._entries[number - self.given - 1].message
 
-    def forget(self, number: int) -> None:
-        """Keep nothing up to this number."""
+    def take(self, done: Done) -> None:
+        """Record how far the trainer is, and forget what it never wants again."""
+        super().take(done)
         with self._lock:
-            while self._entries and self._first <= number:
+            while len(self._entries) > self.given - self.kept:
                 self.nbytes -= self._entries.popleft().nbytes
-                self._first += 1
 
-    def held_back(self, session: SenderSession, items: str) -> str:
+    def held_back(self, items: str) -> str:
         """The reason for which a trainer that is there takes no more, for people; `items` names what it is sent."""
         if self.is_full:
-            awaits_ack = session.done > session.kept
-            until = "acknowledges them, by ack() or by moving on" if awaits_ack else "moves on from them"
+            until = "acknowledges them, by ack() or by moving on" if self.done > self.kept else "moves on from them"
             return f"{self.nbytes} bytes are kept until it {until}; max_bytes is {self.max_bytes}"
-        return f"it has {session.given - session.done} {items} that it has not moved on from"
+        return f"it has {self.given - self.done} {items} that it has not moved on from"
 
     def later_than(self, number: int) -> list[KeptItem]:
         """Those with greater numbers."""
         with self._lock:
-            return list(islice(self._entries, max(0, number + 1 - self._first), None))
+            later = min(len(self), max(0, self.given - number))
+            return list(islice(self._entries, len(self) - later, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +201,7 @@ class PaceGate(LaneGate):
     def holder(self) -> str | None:
         """Name of the trainer, if the rollout waits for it; None: it does not."""
         order = self.order
-        is_awaited = order is None or self.version < order.version or self._buffer.last > self.done
+        is_awaited = order is None or self.version < order.version or self._buffer.given > self.done
         return self._name if is_awaited else None
 
     def waits_for(self) -> Wait | None:

@@ -163,7 +163,7 @@ class TrainerSink:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
         check_numbers(linger=(linger, 0), retry_s=(retry_s, 0))
-        self._buffer = ResendBuffer(max_bytes)
+        self._session = ResendBuffer(max_bytes)
         endpoint = endpoint_at(address, secret, tls, limits, may_share=True)
         self.lost: dict[str, int] = {}
         self.linger, self._sends = linger, sends
@@ -183,13 +183,12 @@ class TrainerSink:
             endpoint,
             name,
             lambda: sink._hello(sink._uplink.newest),
-            self._buffer,
+            self._session,
             lambda version, weights: sink._publish(version, weights),
             self._lender,
             retry_s,
         )
         self.name = self._uplink.name
-        self._session = self._uplink.session
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
         """Find the rollout among the nodes that lead to the sink, and return it if it is new."""
@@ -227,7 +226,7 @@ class TrainerSink:
         """Say goodbye to the trainer if the rollout has come to its end; else send the failure, if there is one."""
         self._uplink.close("the rollout has ended" if self._has_ended else None, self._failure)
         self._uplink.release()
-        left, kept = self._session.given - self._session.done, self._buffer.later_than(self._session.done)
+        left, kept = self._session.given - self._session.done, self._session.later_than(self._session.done)
         if left:
             self.lost["undelivered"] = steps = sum(entry.steps for entry in kept)
             for origin in chain.from_iterable(entry.origins for entry in kept):
@@ -298,7 +297,7 @@ class TrainerSink:
         sends_fragments = self._sends == "fragments"
         sink = weakref.proxy(self)  # it holds the gate
         lanes = range(rollout.environments.num_lanes) if sends_fragments else None
-        self._gate = PaceGate(self._buffer, self._trainer_name, lanes, lambda: sink._uplink.bell.ring())
+        self._gate = PaceGate(self._session, self._trainer_name, lanes, lambda: sink._uplink.bell.ring())
         self._seen = BatchObserver(rollout, self._gate.see)
         rollout.hold_back(self._gate)
         if not sends_fragments:
@@ -365,7 +364,7 @@ class TrainerSink:
             published=ids,
             can_be_paced=self._can_be_paced and is_common,
         )
-        return {"slots": slots, "observation_space": {}, "action_space": {}, "metadata": description.plain()}
+        return {"slots": slots, "metadata": description.plain()}
 
     @property
     def _version(self) -> int:
@@ -446,17 +445,17 @@ class TrainerSink:
             with anyio.move_on_after(_LOOK_S):
                 await changed.wait()
             if reminder.is_long and self.has_trainer:
-                reason = self._buffer.held_back(self._session, self._sends)
+                reason = self._session.held_back(self._sends)
                 logger.warning("waiting for %.0f s for %s: %s", reminder.waited_s, self._trainer_name, reason)
 
     def _may_take(self) -> bool:
         """True if an item may be taken; a drained run logs once why it may not."""
         order, under_way = self._gate.order, self._session.given - self._session.done
-        if under_way < (1 if order is None else order.window) and self._buffer.has_room(self._sends):
+        if under_way < (1 if order is None else order.window) and self._session.has_room(self._sends):
             return True
         if self._is_draining:
             self._is_draining = False
-            reason = self._uplink.problem or self._buffer.held_back(self._session, self._sends)
+            reason = self._uplink.problem or self._session.held_back(self._sends)
             text = "the run is drained, and what it has made waits for %s, as long as it takes: %s; leave the run, or "
             logger.warning(text + "press Ctrl-C again, to give it up", self._trainer_name, reason)
         return False
@@ -473,8 +472,7 @@ class TrainerSink:
             steps = int(message.rest["steps"])
         if self._lender is not None:
             self._lender.look_at(message)
-        self._buffer.add(message, messages.nbytes_of(message), steps, [*origins_of(item, self._makers)])
-        self._session.given = number
+        self._session.add(message, messages.nbytes_of(message), steps, [*origins_of(item, self._makers)])
         self._uplink.wake()
         self._gate.look_again()  # since the trainer may be what lanes wait for now
 

@@ -4,7 +4,6 @@ A follower is one that sends nothing, and takes the trainer's weights.
 """
 
 import logging
-import secrets
 import socket
 import ssl
 import threading
@@ -42,12 +41,11 @@ class TrainerUplink:
     endpoint   where the trainer listens
     name       of this end there; None: the name of this computer
     described  gives slots, spaces and metadata for the first message of each connection
-    kept       items to send
+    session    memory that outlives connections, with the items to send
     publish    called with a version and weights that came; False: they are not newer than the rollout's
     lender     lends items in shared memory; None: they go through the socket
     retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
 
-    session     memory that outlives connections
     wanted      how the trainer wants the stream; None: it has not been there yet
     newest      version and id of the newest weights that came from here and were taken
     goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
@@ -61,7 +59,7 @@ class TrainerUplink:
         endpoint: Endpoint,
         name: str | None,
         described: Callable[[], Mapping[str, Any]],
-        kept: ResendBuffer,
+        session: ResendBuffer,
         publish: Callable[[int, Mapping[str, Any]], bool],
         lender: FragmentLender | None = None,
         retry_s: float | None = None,
@@ -74,8 +72,7 @@ class TrainerUplink:
         self.problem = f"{self.address} has not been reached"
         self.error: Exception | None = None
         self.bell = Wakeup()
-        self._described, self._kept, self._publish = described, kept, publish
-        self.session = wire.SenderSession(secrets.token_bytes(wire.SESSION_BYTES))
+        self._described, self.session, self._publish = described, session, publish
         self._news: deque[Mapping[str, Any]] = deque()
         self._loop: SocketLoop[Peer[wire.SenderConnection]] = SocketLoop(self)
         self._wait = DialWait("trainer", self.address, retry_s)
@@ -190,7 +187,7 @@ class TrainerUplink:
             if connection.next - begun >= _AT_A_TIME:
                 self._loop.wakeup.ring()  # the trainer can begin with these meanwhile
                 break
-            message = self._kept.get(connection.next)
+            message = session.get(connection.next)
             if self._lender is not None:
                 self._lender.send(message)
             else:
@@ -202,7 +199,7 @@ class TrainerUplink:
     def hello(self) -> wire.Hello:
         """The first message of a connection that is made now."""
         told = self._described()
-        return hello_of("source", self.name, self.session.token, self._endpoint.limits, autoreset="SAME_STEP", **told)
+        return hello_of("source", self.name, self.session.token, self._endpoint.limits, **told)
 
     # What the loop asks for
 
@@ -223,12 +220,11 @@ class TrainerUplink:
                 self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
             case wire.Settings():
                 self.wanted = StreamOrder.of(event.settings)
-                self.session.window, self._kept.needs = self.wanted.window, self.wanted.needs
+                self.session.window, self.session.needs = self.wanted.window, self.wanted.needs
             case wire.Weights():
                 self._take_weights(event)
             case wire.Done():
                 self.session.take(event)
-                self._kept.forget(self.session.kept)
                 if event.freed:
                     if self._lender is None:
                         raise WireError("blocks freed by a trainer that is lent nothing, expected none", "order")
@@ -325,4 +321,4 @@ class WeightsFollower(ClosedOnExit):
 
 
 def _described() -> dict[str, Any]:
-    return {"slots": (1,), "observation_space": {}, "action_space": {}, "metadata": {"sends": NOTHING}}
+    return {"slots": (1,), "metadata": {"sends": NOTHING}}

@@ -19,7 +19,7 @@ def software() -> str:
 
 
 def hello_of(role: Role, name: str, session: bytes, limits: Limits, **more: Any) -> Hello:
-    """The first message of a connection that is made now, with `more` fields."""
+    """The first message of a connection that is made now, with `more` fields; an end without spaces gives none."""
     return Hello(
         versions=(VERSION, VERSION),
         role=role,
@@ -28,5 +28,5 @@ def hello_of(role: Role, name: str, session: bytes, limits: Limits, **more: Any)
         nonce=secrets.token_bytes(NONCE_BYTES),
         session=session,
         max_frame=limits.max_frame,
-        **more,
+        **dict[str, Any](observation_space={}, action_space={}, autoreset="SAME_STEP", metadata={}) | more,
     )

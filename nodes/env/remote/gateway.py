@@ -21,9 +21,7 @@ from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import COMES_BACK, Peer, SocketLoop, quoted
 from rollflow.stream.wire.codec.field import shown
-from rollflow.stream.wire.codec.handshake import ROLLOUTS
 from rollflow.stream.wire.codec.spaces import read_space
-from rollflow.stream.wire.software import software
 
 logger = logging.getLogger(__name__)
 
@@ -208,12 +206,6 @@ class Registry:
             is_for = f"; this host is for {_WANTED[hello.role][0]}" if hello.role in _WANTED else ""
             raise WireError(
                 f"hello.role is '{hello.role}', expected '{self._role}': here are {here}, for {wanted}{is_for}", "role"
-            )
-        if hello.role in ROLLOUTS and hello.software != software():
-            raise WireError(
-                f"host {hello.name!r} is of {hello.software}, expected {software()}, as the rollout is: they run its "
-                "connectors and modules",
-                "version",
             )
         if hello.busy:
             raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")

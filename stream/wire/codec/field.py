@@ -80,11 +80,6 @@ def raw(*lengths: int) -> Check:
     return check_that(lambda value: type(value) is bytes and len(value) in lengths, expected)
 
 
-def raw_up_to(most: int) -> Check:
-    """At most `most` bytes."""
-    return check_that(lambda value: type(value) is bytes and len(value) <= most, f"at most {most} bytes")
-
-
 def one_of(*names: str) -> Check:
     """One of these strings."""
     return check_that(lambda value: type(value) is str and value in names, f"one of {', '.join(names)}")
@@ -104,21 +99,6 @@ def list_of(check: Check, most: int) -> Check:
         return tuple([check(item, f"{where}[{index}]") for index, item in enumerate(value)])
 
     return check_all
-
-
-def items(*checks: Check, **named: Check) -> Check:
-    """A list with one value for each of the checks; errors tell of a value by its index, or its name."""
-    parts = [
-        *((f"[{index}]", check) for index, check in enumerate(checks)),
-        *((f".{name}", named[name]) for name in named),
-    ]
-
-    def check_each(value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list | tuple) or len(value) != len(parts):
-            raise wrong(value, where, f"a list of {len(parts)} values")
-        return [check(item, where + part) for (part, check), item in zip(parts, value, strict=True)]
-
-    return check_each
 
 
 def span(least: int, most: int) -> Check:

@@ -17,7 +17,6 @@ from small_env import SmallEnv
 
 from rollflow import Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout, Watch
 from rollflow.nodes import EnvHost, FlattenObservations, LambdaConnector, RandomModule, RolloutHost
-from rollflow.nodes.env.remote import gateway
 from rollflow.stream import ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.wire import Limits
@@ -247,21 +246,6 @@ def test_hosts_of_another_kind_are_refused(
     ):
         rollout_of(hosts, module=SerialModule())
     assert all(sock.fileno() < 0 for sock in hosts.sockets)
-
-
-def test_a_host_of_another_version_is_refused(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
-    monkeypatch.setattr(gateway, "software", lambda: "rollflow 99.0")
-    hosts = listening(RemoteRollouts)
-    told = r"host '.*' is of rollflow .*, expected rollflow 99\.0, as the rollout is"
-    with (
-        pytest.raises(WireError, match=rf"gateway: refuses: {told}"),
-        hosting(hosts.addresses[0], makers(0), kind=RolloutHost, module=SerialModule()),
-        pytest.raises(EnvError, match=told),
-    ):
-        Rollout(hosts, module=SerialModule())
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(
                 await_that(lambda goal=goal: len(records_of(tmp_path)) >= goal)
                 threading.Event().wait(drawn.random() * 0.02)
                 child.kill()
-            assert feed.sink._buffer.nbytes <= (1 << 20)
+            assert feed.sink._session.nbytes <= (1 << 20)
             child = TrainerChild(address, tmp_path, **{"ack": "auto", **options})
             end_whole(feed, child, tmp_path)
 

@@ -39,7 +39,7 @@ from rollflow.sinks.trainer.stream import ItemRounds
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.wire import Fragment, Limits, ReceiverSession
+from rollflow.stream.wire import Done, Fragment, Limits, ReceiverSession
 
 ACTIONS = gym.spaces.Discrete(2)
 
@@ -276,9 +276,9 @@ def test_what_is_kept_is_what_was_added_and_not_forgotten(operations: list[tuple
             there[last] = message(last)
             kept.add(there[last], 80, steps=last)
         else:
-            kept.forget(number)
+            kept.take(Done(min(number, last), min(number, last)))
             there = {each: added for each, added in there.items() if each > number}
-        assert kept.last == max(last, 0)
+        assert kept.given == last
         assert len(kept) == len(there)
         for each, added in there.items():
             assert same(kept.get(each).columns, added.columns)
@@ -308,10 +308,10 @@ def test_a_rollout_whose_trainer_never_acknowledges_stands_still_at_the_bound() 
         with feeding(stream.address, lanes=1, sink={"max_bytes": 6_000}) as feed:
             fragments = iter(stream)
             held = 0
-            while not feed.sink._buffer.is_full:
+            while not feed.sink._session.is_full:
                 next(fragments)
                 held += 1
-            await_that(lambda: feed.sink._session.given - feed.sink._session.kept == len(feed.sink._buffer))
+            await_that(lambda: feed.sink._session.given - feed.sink._session.kept == len(feed.sink._session))
             given = feed.sink._session.given
             stream.ack()
             await_that(lambda: feed.sink._session.given > given)

@@ -20,7 +20,7 @@ from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.sinks.trainer.stream import ItemRounds
-from rollflow.stream.wire import ReceiverSession, SenderSession
+from rollflow.stream.wire import Done, ReceiverSession
 
 TOKEN = bytes(16)
 
@@ -63,8 +63,8 @@ class Rollout:
 
     def __init__(self, lanes: int) -> None:
         self.lanes = {index: Lane(index) for index in range(lanes)}
-        self.kept, self.session = ResendBuffer(1 << 30), SenderSession(TOKEN)
-        self.gate = PaceGate(self.kept, "it", self.lanes, lambda: None)
+        self.session = ResendBuffer(1 << 30)
+        self.gate = PaceGate(self.session, "it", self.lanes, lambda: None)
         self.pieces: list[Piece] = []  # by their numbers
         self.under_way: deque[Piece] = deque()
         self.to_tell: deque[Any] = deque()
@@ -105,9 +105,8 @@ class Rollout:
             piece = self.under_way.popleft()
             self.gate.give(piece.lane, piece.sequence)
             self.pieces.append(piece)
-            self.session.given += 1
-            message: Any = SimpleNamespace(number=self.session.given, lane=piece.lane)
-            self.kept.add(message, 1, 1)
+            message: Any = SimpleNamespace(number=self.session.given + 1, lane=piece.lane)
+            self.session.add(message, 1, 1)
 
     def _leave(self, lane: Lane) -> None:
         del self.lanes[lane.index]
@@ -235,9 +234,7 @@ class World:
         elif isinstance(message, int):
             rollout.version = max(rollout.version, message)
         else:
-            rollout.session.done = max(rollout.session.done, message[0])
-            rollout.session.kept = max(rollout.session.kept, message[1])
-            rollout.kept.forget(rollout.session.kept)
+            rollout.session.take(Done(*message))
 
     def ask(self) -> None:
         """The trainer asks for the next round, which is as it should be."""
