@@ -17,34 +17,27 @@ _OPTIONS = ("capacity", "batch_size", "ratio", "min_size")  # of the replay
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--rollouts",
         required=True,
         metavar="ADDRESS",
         help="where to listen for rollouts: tcp://host:port, or on this machine unix:/path or shm:/path",
     )
-    parser.add_argument(
-        "--trainers",
-        required=True,
-        metavar="ADDRESS",
-        help="where to listen for trainers: as --rollouts, but for shm:",
+    add(
+        "--trainers", required=True, metavar="ADDRESS", help="where to listen for trainers: as --rollouts, but for shm:"
     )
-    parser.add_argument("--capacity", type=int, metavar="ROWS", help="rows that are kept (100000)")
-    parser.add_argument("--batch-size", type=int, metavar="B", help="rows of a batch (256)")
-    parser.add_argument("--ratio", type=float, help="steps sampled for each one inserted (any number)")
-    parser.add_argument("--min-size", type=int, metavar="M", help="steps before the first sample (1)")
-    parser.add_argument(
+    add("--capacity", type=int, metavar="ROWS", help="rows that are kept (100000)")
+    add("--batch-size", type=int, metavar="B", help="rows of a batch (256)")
+    add("--ratio", type=float, help="steps sampled for each one inserted (any number)")
+    add("--min-size", type=int, metavar="M", help="steps before the first sample (1)")
+    add(
         "--replay",
         metavar="PACKAGE.MODULE:CALLABLE",
         help="makes the Replay, with a sampler and a rate of its own, in place of the options for it",
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="FOLDER",
-        help="where the state is written; read at the start",
-    )
-    parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between two checkpoints (30)")
+    add("--checkpoint", type=Path, metavar="FOLDER", help="where the state is written; read at the start")
+    add("--every", type=float, default=30.0, metavar="S", help="seconds between two checkpoints (30)")
     arguments.add_link(parser)
 
 

@@ -19,37 +19,32 @@ _SETTING = ("num_envs", "lanes", "where", "workers", "fragment_length", "seed", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
-    parser.add_argument("--num-envs", type=int, default=1, help="how many environments (1)")
-    parser.add_argument("--lanes", type=int, help="groups of them that step apart (as suits --where)")
-    parser.add_argument(
-        "--where", choices=get_args(Where), default="inline", help="where the environments step (inline)"
-    )
-    parser.add_argument("--workers", type=int, help="processes, for where=processes and where=rollouts (one a core)")
-    parser.add_argument("--fragment-length", type=int, default=128, metavar="T", help="steps in a fragment (128)")
-    parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--env", required=True, help=arguments.ENV_HELP)
+    add("--num-envs", type=int, default=1, help="how many environments (1)")
+    add("--lanes", type=int, help="groups of them that step apart (as suits --where)")
+    add("--where", choices=get_args(Where), default="inline", help="where the environments step (inline)")
+    add("--workers", type=int, help="processes, for where=processes and where=rollouts (one a core)")
+    add("--fragment-length", type=int, default=128, metavar="T", help="steps in a fragment (128)")
+    add("--seed", type=int, help="of environments and sampling (a fresh one)")
+    add(
         "--trainer",
         required=True,
         metavar="ADDRESS",
         help="tcp://host:port, or on this machine unix:/path or shm:/path",
     )
-    parser.add_argument("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
+    add("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
     arguments.add_acting(parser, otherwise="a default module for the spaces")
     arguments.add_link(parser)
-    parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
-    parser.add_argument(
-        "--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)"
-    )
-    parser.add_argument(
+    add("--name", help="what the trainer calls this rollout (the machine's name)")
+    add("--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)")
+    add(
         "--log",
         action="append",
         metavar="KIND:TARGET",
         help="where figures are written, such as tensorboard:runs/1 or prometheus:9100; may be given several times",
     )
-    parser.add_argument(
-        "--progress", action="append_const", dest="log", const="progress:", help="show how it goes, as --log progress:"
-    )
+    add("--progress", action="append_const", dest="log", const="progress:", help="show how it goes, as --log progress:")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -30,19 +30,18 @@ _LOOKS_UNTIL_AGAIN = 10  # after an error, such as another secret
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "policies",
         nargs="+",
         metavar="[NAME=]PATH",
         help="a saved policy; its name is that of the path if none is there",
     )
-    parser.add_argument(
-        "--http", default="127.0.0.1:8080", metavar="HOST:PORT", help="where to listen (127.0.0.1:8080)"
-    )
+    add("--http", default="127.0.0.1:8080", metavar="HOST:PORT", help="where to listen (127.0.0.1:8080)")
     arguments.add_secret(parser, "the secret that clients show; asked for off loopback")
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate: listen with TLS")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, where it is in a file of its own")
-    parser.add_argument(
+    add("--tls-cert", type=Path, metavar="FILE", help="this server's certificate: listen with TLS")
+    add("--tls-key", type=Path, metavar="FILE", help="its key, where it is in a file of its own")
+    add(
         "--follow",
         action="append",
         default=[],
@@ -52,12 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_protection(parser, PREFIX)
     arguments.add_allow(parser)
-    parser.add_argument("--device", help="of the forward passes, such as cuda")
-    parser.add_argument("--max-batch", type=int, default=64, help="requests in one forward pass, at most (64)")
-    parser.add_argument(
-        "--max-wait", type=float, default=0.0, metavar="MS", help="how long the first waits for others (0)"
-    )
-    parser.add_argument("--max-waiting", type=int, default=1024, help="requests that may wait; more get 429 (1024)")
+    add("--device", help="of the forward passes, such as cuda")
+    add("--max-batch", type=int, default=64, help="requests in one forward pass, at most (64)")
+    add("--max-wait", type=float, default=0.0, metavar="MS", help="how long the first waits for others (0)")
+    add("--max-waiting", type=int, default=1024, help="requests that may wait; more get 429 (1024)")
 
 
 def run(args: argparse.Namespace) -> None:

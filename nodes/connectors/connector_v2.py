@@ -125,12 +125,12 @@ class ConnectorV2(metaclass=_PieceType):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__call__" in cls.__dict__ and "columnar" not in cls.__dict__:
-            cls.columnar = False
         if "is_of_user" not in cls.__dict__:
             cls.is_of_user = not cls.__module__.startswith(_BUILT_IN)
+        if cls.is_of_user and "__call__" in cls.__dict__ and "columnar" not in cls.__dict__:
+            cls.columnar = False
         # What a user's subclass does besides `__call__` may be for arrays alone.
-        if "on_device" not in cls.__dict__ and (cls.is_of_user or "__call__" in cls.__dict__):
+        if cls.is_of_user and "on_device" not in cls.__dict__:
             cls.on_device = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -428,6 +428,14 @@ class ConnectorV2(metaclass=_PieceType):
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+
+class ColumnPiece(ConnectorV2):
+    """Base of built-in pieces that work on columns, of arrays or of tensors, and write to no episode."""
+
+    columnar = True
+    on_device = True
+    changes_episodes = False
 
 
 _OFFERED = ("rl_module", "batch", "episodes", "explore", "shared_data", "metrics")

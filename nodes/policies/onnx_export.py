@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
 import warnings
@@ -101,14 +102,16 @@ def _later(past: Tensor, newest: Tensor) -> Tensor:
 
 def has_form(piece: Any) -> bool:
     """True for a class of rollflow's own pieces that act on tensors alone."""
-    return (piece.on_device or piece in _ON_TENSORS) and not piece.is_of_user
+    return (piece.on_device or piece in _ON_TENSORS) and not piece.is_of_user and not inspect.isabstract(piece)
 
 
 def check_forms(pieces: Sequence[Any]) -> None:
     """Raise PolicyError, with its name, for a piece that can't be part of an ONNX program where it stands."""
     for place, piece in enumerate(pieces):
         if not has_form(type(piece)) or getattr(piece, "multi_agent", False):
-            known = sorted(each.__name__ for each in _kinds(ConnectorV2) if has_form(each) and each.__name__[0] != "_")
+            known = sorted(
+                each.__name__ for each in _kinds(ConnectorV2) if has_form(each) and not inspect.isabstract(each)
+            )
             raise PolicyError(
                 f"'{piece.name}' ({type(piece).__name__}) has no tensor form, which an ONNX program is made of; "
                 f"expected none but {', '.join(known)}"

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.connector_v2 import (
+    Batch,
+    BatchedArray,
+    ColumnPiece,
+    ConnectorV2,
+    Episodes,
+    SharedData,
+    Space,
+)
 from rollflow.nodes.connectors.list_form import episode_key, id_in_keys, is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.modules.rl_module import max_seq_len_of
 from rollflow.stream.data.columns import Columns
@@ -34,7 +42,7 @@ CHOSEN_BY = "chosen_by"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class NumpyToTensor(ConnectorV2):
+class NumpyToTensor(ColumnPiece):
     """Turns every array of the batch into a torch tensor of the same dtype, without a copy where possible.
 
         pin_memory    True: through page-locked memory, from which copies to a GPU need not be waited for
@@ -43,10 +51,6 @@ class NumpyToTensor(ConnectorV2):
     Infos stay as they are. So does the whole batch, or a module's part of it, without an `rl_module` or with one whose
     `framework` is not "torch". Raises ConnectorError, naming the column, for an array that has no numbers in it.
     """
-
-    columnar = True
-    on_device = True
-    changes_episodes = False
 
     pin_memory: bool = False
     device: Any = None
@@ -101,15 +105,11 @@ class NumpyToTensor(ConnectorV2):
         return tensor if self.device is None else tensor.to(self.device, non_blocking=self.pin_memory)
 
 
-class TensorToNumpy(ConnectorV2):
+class TensorToNumpy(ColumnPiece):
     """Turns every tensor of the batch, however nested, into an array; those in main memory without a copy.
 
     numpy has no bfloat16: such tensors become f32, which holds the same numbers. Those of a lane on a device stay.
     """
-
-    columnar = True
-    on_device = True
-    changes_episodes = False
 
     def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
         if shared_data and DEVICE in shared_data:
@@ -167,7 +167,7 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class BatchIndividualItems(ConnectorV2):
+class BatchIndividualItems(ColumnPiece):
     """Turns columns in list form into trees of arrays `any[B, ...]`, episode by episode in order.
 
     multi_agent    True where columns may be under module ids
@@ -175,10 +175,6 @@ class BatchIndividualItems(ConnectorV2):
     Items that were added as arrays are joined end to end. Columns that are arrays already stay as they are, and infos
     stay a list. Raises ConnectorError, naming the column, where items do not have one shape.
     """
-
-    columnar = True
-    on_device = True
-    changes_episodes = False
 
     multi_agent: bool = False
 
@@ -369,11 +365,10 @@ _COLUMNAR = (LaneEpisodes, FragmentEpisodes)  # a tuple: faster than `|` at ever
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ActingOrLearning(ConnectorV2):
+class ActingOrLearning(ColumnPiece):
     """Base of pieces that stand in env-to-module pipelines and, with `as_learner_connector`, in learner pipelines."""
 
-    columnar = True
-    changes_episodes = False
+    on_device = False
 
     as_learner_connector: bool = False
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.connectors.common.batches import ActingOrLearning, as_array, module_by_module, with_leading_axis
-from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ColumnPiece, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import episode_key, is_keyed_by_episode, map_column, single_agent_episodes
 from rollflow.nodes.modules.rl_module import is_stateful, max_seq_len_of
 from rollflow.stream.data.columns import Columns
@@ -36,7 +36,6 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
     A batch that has `obs` already stays as it is. In a rollout `obs` are the very rows that are recorded, read-only.
     """
 
-    columnar = True
     on_device = True
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
@@ -64,8 +63,6 @@ class AddLaneAndSlotToBatch(ActingOrLearning):
     agents `slot` is the environment's number in the lane. Raises ConnectorError for an episode of no rollout.
     """
 
-    columnar = True
-
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
             slots = episodes.env_slots()
@@ -92,7 +89,7 @@ class AddLaneAndSlotToBatch(ActingOrLearning):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class FrameStacking(ConnectorV2):
+class FrameStacking(ColumnPiece):
     """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.
 
         num_frames              1 or more
@@ -105,10 +102,6 @@ class FrameStacking(ConnectorV2):
 
     Raises ConnectorError for spaces with other parts, and ValueError for less than one frame.
     """
-
-    columnar = True
-    on_device = True
-    changes_episodes = False
 
     num_frames: int = 1
     multi_agent: bool = False
@@ -219,8 +212,6 @@ class AddTimeDimToBatchAndZeroPad(ActingOrLearning):
     Does nothing for a module that is not stateful, and where the batch has `state_in` already. Raises ConnectorError
     for a column that does not have one item for each step.
     """
-
-    columnar = True
 
     @module_by_module
     def __call__(
@@ -343,8 +334,6 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
     chunk without `state_out`, or without the lookback that it needs. Raises ModuleError for a module without
     `state_out`, or with one unlike its initial state.
     """
-
-    columnar = True
 
     @module_by_module
     def __call__(self, *, rl_module: Any, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:

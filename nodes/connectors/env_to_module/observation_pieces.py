@@ -194,7 +194,6 @@ class FlattenObservations(ObservationRewriter):
     Raises ConnectorError for a space that has no numbers in it, and for keys that it does not have.
     """
 
-    columnar = True
     on_device = True
     pipelines = ("env-to-module", "learner")
 
@@ -287,7 +286,6 @@ class PrevActionsPrevRewards(ObservationRewriter):
     PREV_ACTIONS_KEY = "prev_n_actions"
     PREV_REWARDS_KEY = "prev_n_rewards"
 
-    columnar = True
     on_device = True
     pipelines = ("env-to-module", "learner")
 

@@ -24,7 +24,7 @@ from rollflow.nodes.argument_checks import (
 )
 from rollflow.nodes.connectors.common.batches import BatchIndividualItems, as_array, module_by_module, tensor_of
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
+from rollflow.nodes.connectors.connector_v2 import Batch, ColumnPiece, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.nodes.modules.rl_module import is_stateful
@@ -278,7 +278,14 @@ class TrainSteps:
             )
 
 
-class StepsConnector(ConnectorV2):
+class LearnerPiece(ColumnPiece):
+    """Base of built-in learner pieces."""
+
+    on_device = False
+    pipelines = ("learner",)
+
+
+class StepsConnector(LearnerPiece):
     """Base of learner pieces that work out columns from all steps of the train batch at once, by `columns`.
 
     keeps          columns that stay where the batch has them; with all of them there, nothing is done
@@ -288,9 +295,6 @@ class StepsConnector(ConnectorV2):
     uses_module    whether it calls the module, which is then in evaluation mode
     """
 
-    columnar = True
-    pipelines = ("learner",)
-    changes_episodes = False
     keeps: ClassVar[tuple[str, ...]] = ()
     looks_ahead: ClassVar[bool] = False
     uses_module: ClassVar[bool] = False
@@ -349,7 +353,7 @@ def _joined(parts: list[Any]) -> Tree:
     return concatenate_trees([stack_trees(part) if isinstance(part, list) else part for part in parts])
 
 
-class AddColumnsFromEpisodesToTrainBatch(ConnectorV2):
+class AddColumnsFromEpisodesToTrainBatch(LearnerPiece):
     """Adds a row per step of each column:
 
         actions                    any[B, ...]
@@ -359,10 +363,6 @@ class AddColumnsFromEpisodesToTrainBatch(ConnectorV2):
 
     Columns that the batch has already stay as they are; infos are left out.
     """
-
-    columnar = True
-    pipelines = ("learner",)
-    changes_episodes = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         recorded = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
@@ -394,15 +394,11 @@ def _columns_of(episode: SingleAgentEpisode) -> dict[str, Any]:
     }
 
 
-class AddInfosFromEpisodesToTrainBatch(ConnectorV2):
+class AddInfosFromEpisodesToTrainBatch(LearnerPiece):
     """Adds `infos`, a list of B dicts: the info that came with the observation before each step.
 
     A batch that has `infos` already stays as it is. Raises ConnectorError for tensors, which have no infos recorded.
     """
-
-    columnar = True
-    pipelines = ("learner",)
-    changes_episodes = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if Columns.INFOS in batch or not len(episodes):
@@ -431,17 +427,13 @@ def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
     return [info_of(fragment.infos[row], at) for row, at in zip(rows.tolist(), slot.tolist(), strict=True)]
 
 
-class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
+class AddNextObservationsFromEpisodesToTrainBatch(LearnerPiece):
     """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
 
     Where a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
     that has `new_obs` already stays as it is. Raises ConnectorError where `obs` and `new_obs` would be of different
     kinds.
     """
-
-    columnar = True
-    pipelines = ("learner",)
-    changes_episodes = False
 
     @module_by_module
     def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:

@@ -24,7 +24,7 @@ from rollflow.nodes.connectors.common.batches import (
     tensor_of,
 )
 from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.connector_v2 import Batch, ColumnPiece, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import (
     episode_key,
     id_in_keys,
@@ -55,7 +55,13 @@ _FEW = 128  # numbers
 _OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
 
 
-class GetActions(ConnectorV2):
+class ActionPiece(ColumnPiece):
+    """Base of built-in pieces between the module and the environments."""
+
+    pipelines = ("module-to-env",)
+
+
+class GetActions(ActionPiece):
     """Adds `actions`, `any[N, ...]`, and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
 
     With `explore` actions are sampled, else they are the likeliest. Sampling uses the generator in
@@ -70,11 +76,6 @@ class GetActions(ConnectorV2):
     or all of a slot's actions are ruled out, by logits of -1e9 or less. So it does for an action of the module that is
     NaN. For a lane on a device no number is looked at here.
     """
-
-    columnar = True
-    on_device = True
-    pipelines = ("module-to-env",)
-    changes_episodes = False
 
     _made: DistributionType | None = None  # of this piece's action space
 
@@ -314,17 +315,13 @@ def _is_finite(observation: Any) -> bool:
 # Items one by one, by agents, and as rows for the environments
 
 
-class UnBatchToIndividualItems(ConnectorV2):
+class UnBatchToIndividualItems(ColumnPiece):
     """Turns trees of arrays `any[N, ...]` into `(episode id,) -> [item]`, in the episodes' order.
 
     A batch by module ids becomes `module id -> column -> (episode id, agent id, module id) -> [item]`. The order is
     that which `AgentToModuleMapping` keeps in `shared_data`. Arrays stay where all pieces after this one work with
     columns. Raises ConnectorError where a column does not have one row per episode.
     """
-
-    columnar = True
-    on_device = True
-    changes_episodes = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
         memorized = (shared_data or {}).get(MEMORIZED)
@@ -354,16 +351,12 @@ def _unbatched(column: str, data: Tree, keys: list[tuple[Any, ...]]) -> dict[tup
     return {key: [map_tree(lambda leaf, i=i: leaf[i], data)] for i, key in enumerate(keys)}
 
 
-class RemoveSingleTsTimeRankFromBatch(ConnectorV2):
+class RemoveSingleTsTimeRankFromBatch(ColumnPiece):
     """Removes from every column but `state_out` the time axis that `AddTimeDimToBatchAndZeroPad` added before.
 
     An item `any[1, ...]` becomes `any[...]`. Does nothing unless that piece has added one, by `shared_data`. Raises
     ConnectorError for a column that has no time axis of one step.
     """
-
-    columnar = True
-    on_device = True
-    changes_episodes = False
 
     @module_by_module
     def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
@@ -419,7 +412,7 @@ class ModuleToAgentUnmapping(ConnectorV2):
 _ACTIONS = (Columns.ACTIONS, Columns.ACTIONS_FOR_ENV)
 
 
-class ListifyDataForVectorEnv(ConnectorV2):
+class ListifyDataForVectorEnv(ActionPiece):
     """Turns `(episode id,) -> [item]` into lists with one item per slot, and actions into arrays `any[N, ...]`.
 
     With multi-agent episodes, `(episode id, agent id, module id) -> [item]` becomes a list with one dict per slot:
@@ -428,11 +421,6 @@ class ListifyDataForVectorEnv(ConnectorV2):
     Columns that are arrays already, one row per slot, stay as they are. Raises ConnectorError for items of an unknown
     episode, an episode without its one item, and an agent that is to act without an action.
     """
-
-    columnar = True
-    on_device = True
-    pipelines = ("module-to-env",)
-    changes_episodes = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if not batch and _are_several_agents(episodes):
@@ -507,7 +495,7 @@ Bring = Callable[[Any], Any]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class NormalizeAndClipActions(ConnectorV2):
+class NormalizeAndClipActions(ActionPiece):
     """Adds `actions_for_env`, and leaves `actions` as the module chose them.
 
         normalize_actions    scale from -1 … 1 to low … high, and clip; goes before `clip_actions`
@@ -521,11 +509,6 @@ class NormalizeAndClipActions(ConnectorV2):
     columns have the same items. Without either option no column is added. An `actions_for_env` of another piece stays
     as it is.
     """
-
-    columnar = True
-    on_device = True
-    pipelines = ("module-to-env",)
-    changes_episodes = False
 
     normalize_actions: bool = False
     clip_actions: bool = True
@@ -709,7 +692,7 @@ class Linear:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _Exploration(ConnectorV2):
+class _Exploration(ActionPiece):
     """Base of pieces that explore by a schedule: a number, or a function of the lane's vector steps so far.
 
     A lane's steps are those of the run: a lane that begins anew, or joins, goes on where the run is. Without
@@ -720,10 +703,6 @@ class _Exploration(ConnectorV2):
     is_normalized    True if a later piece scales actions from -1 … 1 to the environments' bounds
     """
 
-    columnar = True
-    on_device = True
-    pipelines = ("module-to-env",)
-    changes_episodes = False
     limits: ClassVar[dict[str, Any]]  # of the schedule's values, as `checked_number` takes them
     action_spaces: ClassVar[tuple[type[Space], ...]]
     takes: ClassVar[str]  # the column that the actions are made of

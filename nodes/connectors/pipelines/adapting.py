@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Space
 from rollflow.nodes.connectors.env_to_module.observation_pieces import ObservationRewriter
 from rollflow.nodes.connectors.list_form import check_is_space, map_column
-from rollflow.nodes.connectors.module_to_env.action_pieces import TENSORS, ListifyDataForVectorEnv
+from rollflow.nodes.connectors.module_to_env.action_pieces import TENSORS, ActionPiece, ListifyDataForVectorEnv
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
@@ -169,7 +169,7 @@ class AdaptObservations(ObservationRewriter):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class AdaptActions(ConnectorV2):
+class AdaptActions(ActionPiece):
     """Rewrites `actions_for_env` as actions of another space, made of their fields; `actions` stay as chosen.
 
         space     of the actions that the environments get
@@ -179,9 +179,7 @@ class AdaptActions(ConnectorV2):
     Raises ConnectorError likewise.
     """
 
-    columnar = True
-    pipelines = ("module-to-env",)
-    changes_episodes = False
+    on_device = False
 
     space: Space
     fields: Mapping[str, Origin]
