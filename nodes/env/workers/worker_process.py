@@ -31,7 +31,7 @@ import cloudpickle
 
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError
-from rollflow.stream.data.system import at_fork
+from rollflow.stream.data.system import at_fork, system_module
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import (
     DUMP_SIGNAL,
@@ -42,6 +42,7 @@ from rollflow.stream.observe.stacks import (
     worker_dump_file,
 )
 
+fcntl = system_module("fcntl")
 logger = logging.getLogger(__name__)
 
 MOST_FDS = 64  # that come with what is received at a time
@@ -65,8 +66,8 @@ done.append(True)
 _is_worker = False  # this process
 
 
-def become_worker(name: str) -> None:
-    """Say that this process is a worker: it starts none of its own.
+def become_worker(name: str, life: int) -> None:
+    """Say that this process is a worker: it starts none of its own, and ends when the pipe `life` is closed.
 
     name    that `top` and `ps` show for it, up to 15 characters
     """
@@ -74,6 +75,28 @@ def become_worker(name: str) -> None:
     _is_worker = True
     with contextlib.suppress(OSError):  # there is no /proc
         Path("/proc/self/comm").write_text(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    end_with_parent(life)
+
+
+def end_with_parent(fd: int) -> None:
+    """End this process's group when the other end of a pipe is closed, whatever it is doing then.
+
+    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
+    environments have forked as well. On Linux it is SIGKILL, which ends a process that is stopped too.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    if hasattr(fcntl, "F_SETSIG"):
+        ending: int = signal.SIGKILL
+        fcntl.fcntl(fd, fcntl.F_SETSIG, ending)
+    else:
+        ending = signal.SIGIO
+        signal.signal(ending, signal.SIG_DFL)  # to be killed by it
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(fd, 0)
+    if poll.poll(0):  # it was closed before anybody was asked to tell
+        os.killpg(0, ending)
 
 
 def refuse_in_worker() -> None:
