@@ -9,7 +9,7 @@ from typing import Any
 from rollflow.nodes.env.remote.gateway import HostEvent, RemoteHost
 from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken

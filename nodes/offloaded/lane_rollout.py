@@ -9,7 +9,7 @@ from rollflow.nodes.env.environments import ONE_AGENT, SEVERAL_AGENTS
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import nothing
-from rollflow.nodes.env.workers.lane_supervisor import RaisedError
+from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.stages.acting import Acting

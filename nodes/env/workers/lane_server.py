@@ -20,7 +20,7 @@ from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, takes_one_seed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame_with, lane_block, receive_frame
-from rollflow.nodes.env.workers.lane_supervisor import RaisedError
+from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.env.workers.stand_ins import description_of
 from rollflow.nodes.env.workers.watch import ActivityFlag
 from rollflow.nodes.env.workers.worker_process import become_worker

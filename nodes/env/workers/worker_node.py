@@ -19,7 +19,7 @@ import numpy as np
 from rollflow.nodes.env.env_source import count_of, sizes_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus, RaisedError
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.nodes.env.workers.watch import COUNTER_BYTES, Activity, ActivityFlag, ProgressMark, call_under_way
