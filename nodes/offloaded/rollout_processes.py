@@ -206,7 +206,7 @@ class RolloutLink(LaneLink):
     @property
     def has_made_steps(self) -> bool:
         """True once its environments have made a step."""
-        return self.steps + self.unreported > 0
+        return self.has_stepped or self.steps + self.unreported > 0
 
     @property
     def has_no_step(self) -> bool:

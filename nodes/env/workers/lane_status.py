@@ -74,7 +74,7 @@ class LaneStatus:
     noted_at       time at which that was noted
     due            time when it begins anew, where it is LOST
     raised         last error of its environments; None: they have never raised
-    has_stepped    True once its environments have made a step
+    has_stepped    True once its environments have made a step, as far as answers say
     """
 
     index: int
@@ -94,6 +94,11 @@ class LaneStatus:
     def is_at_work(self) -> bool:
         """True if it makes steps, or should: its environments are there, and it is neither late nor lost."""
         return self.phase in (LanePhase.READY, LanePhase.STEPPING)
+
+    @property
+    def has_made_steps(self) -> bool:
+        """True once its environments have made a step."""
+        return self.has_stepped
 
     @property
     def has_no_step(self) -> bool:

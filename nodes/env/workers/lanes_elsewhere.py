@@ -232,8 +232,8 @@ class LanesElsewhere(LaneSource):
         Lanes that were set aside without a loss of their own, as those of hosts that left, don't count.
         """
         lanes = [each for each in self.remotes if each.failures or each.raised or each.phase is not LanePhase.ASIDE]
-        raised = [(each.index, each.raised) for each in lanes if each.raised is not None and not each.has_stepped]
-        if self.is_draining or len(raised) < len(lanes) or any(each.has_stepped for each in self.remotes):
+        raised = [(each.index, each.raised) for each in lanes if each.raised is not None and not each.has_made_steps]
+        if self.is_draining or len(raised) < len(lanes) or any(each.has_made_steps for each in self.remotes):
             return
         reasons = "; ".join(f"lane {index}: {first.type}: {first.text}" for index, first in raised)
         error = EnvError(f"the environments of every lane raised before they had made a step: {reasons}")

@@ -95,11 +95,6 @@ class LaneLink(LaneStatus, abc.ABC):
         return fields
 
     @property
-    def has_made_steps(self) -> bool:
-        """True once its environments have made a step."""
-        return self.lane is not None and self.lane.vector_steps > 0
-
-    @property
     def has_no_step(self) -> bool:
         """True where the lane would have to be made or reset before it could come back with a step."""
         return self.phase is not LanePhase.STEPPING
@@ -415,8 +410,6 @@ class WorkerNode(LanesElsewhere):
             if raised.is_refusal:
                 raise refusal(raised, link)
             link.raised = raised
-            for each in self.remotes:
-                each.has_stepped |= each.has_made_steps
             self.check_first_errors()
         told = "" if raised.traceback in self._logged else f"\n{raised.traceback}"
         if told:
