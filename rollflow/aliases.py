@@ -6,12 +6,12 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
     "rollflow.stream": {
         "rollflow.stream.data.space": ("one_hot",),
         "rollflow.stream.episodes.buffer": ("LookbackBuffer",),
-        "rollflow.stream.fragments.episode_collector": ("WholeEpisodes",),
         "rollflow.stream.fragments.fragment": ("FragmentEpisodes",),
         "rollflow.stream.graph.inline_run": ("InlineRun",),
         "rollflow.stream.graph.run": ("Run",),
         "rollflow.stream.graph.seeding": ("generator_for", "seed_for"),
         "rollflow.stream.multi_agent.agent_part": ("AgentPart",),
+        "rollflow.stream.multi_agent.whole_episodes": ("WholeEpisodes",),
     },
     "rollflow.nodes": {
         "rollflow.nodes.connectors.common.batches": (

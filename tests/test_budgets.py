@@ -34,18 +34,18 @@ BUDGETS = {  # folder -> code lines, classes
         845,
         10,
     ),  # environments of tensors, with checks of their own; columns on a device; faults on a device; in JAX
-    "nodes/env": (2002, 28),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
-    "nodes/env/remote": (1666, 18),
-    "nodes/env/workers": (1764, 30),  # lanes elsewhere, also of hosts
+    "nodes/env": (1996, 26),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
+    "nodes/env/remote": (1685, 18),  # hosts of another version refused
+    "nodes/env/workers": (1820, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
     "nodes/metrics": (587, 11),  # columns on a device
     "nodes/modules": (1728, 33),  # logits that are no floats refused; passes over dicts; faults on a device
-    "nodes/offloaded": (1636, 26),
+    "nodes/offloaded": (1646, 28),
     "nodes/policies": (2478, 16),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
-    "nodes/stages": (2026, 25),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
+    "nodes/stages": (2008, 23),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (104, 0),  # two public names more
@@ -57,9 +57,9 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1679, 13),
-    "stream/fragments": (1619, 24),  # ready slots, and cuts in their steps as agents have; columns on a device; infos
+    "stream/fragments": (1443, 19),  # ready slots, and cuts in their steps as agents have; columns on a device; infos
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
-    "stream/multi_agent": (1359, 16),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
+    "stream/multi_agent": (1466, 19),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (843, 12),  # an end's address, secret and TLS checked once
     "stream/observe": (1255, 19),
     "stream/wire": (1009, 20),

@@ -7,7 +7,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.observation_check import CHECKED_STEPS, STEP_GIVES, Deviations, LaneCheck, kind_of
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, STEP_GIVES, Deviations, ObservationCheck, kind_of
 from rollflow.nodes.env.stepping import autoreset_mode
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos, copied, info_of
@@ -68,7 +68,7 @@ class AsyncPool:
             ).see("environment")
         if (mode := autoreset_mode(env)) is not AutoresetMode.NEXT_STEP:
             raise EnvError(f"{where}autoreset_mode is {mode}, expected NEXT_STEP of environments with send and recv")
-        self._check = LaneCheck(env.single_observation_space, deviations, where)
+        self._check = ObservationCheck(env.single_observation_space, deviations, where)
 
     def reset(self, seeds: Sequence[int] | None) -> tuple[Tree, Mapping[str, Any]]:
         """Reset every slot: the first observations any[N, ...], and infos. Seeds are the pool's own, of its making."""
@@ -77,7 +77,7 @@ class AsyncPool:
         answers = [self.receive() for _ in range(self.num_envs // self._size)]
         _, observations = joined_answers([(each.slots, each.observations) for each in answers])
         infos = SlotInfos(count=self.num_envs)
-        self._check.rows(observations)
+        self._check.slots(observations)
         for each in answers:
             for place, slot in enumerate(each.slots.tolist() if each.infos else ()):
                 infos.of_slots[slot] = copied(info_of(each.infos, place))
@@ -99,7 +99,7 @@ class AsyncPool:
         self._check_ids(slots.tolist())
         step, self._answers = self._answers // self.num_envs, self._answers + self._size
         if step in CHECKED_STEPS:
-            self._check.rows(observations, step, slots)
+            self._check.slots(observations, step, slots)
         kept = {name: value for name, value in infos.items() if name not in _BOOKKEEPING}
         return SlotAnswers(observations, rewards, terminateds, truncateds, kept, slots)
 

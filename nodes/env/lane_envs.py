@@ -47,11 +47,8 @@ _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 _MAPPING_ERRORS = (AttributeError, KeyError, TypeError, ValueError)  # of what is no dict, or has unknown agents
 
 
-class EndFlags(NamedTuple):
-    """End flags of one kind that were set."""
-
-    numbers: list[int]  # agents'
-    envs: list[int]  # those of everybody in an environment
+EndFlags = tuple[list[int], list[int]]
+"""End flags of one kind that were set: the numbers of agents, and environments of those of everybody."""
 
 
 class StepValues(NamedTuple):
@@ -256,9 +253,9 @@ class MultiAgentEnvs:
         if not any((*values.terminated, *values.truncated)):
             return None
         flags = np.zeros((2, self._slots.count), np.bool_)
-        for row, ends in zip(flags, (values.terminated, values.truncated), strict=True):
-            row[ends.numbers] = True
-            row[self._slots.of_env[ends.envs]] = True
+        for row, (numbers, envs) in zip(flags, (values.terminated, values.truncated), strict=True):
+            row[numbers] = True
+            row[self._slots.of_env[envs]] = True
         return flags[0], flags[1]
 
     def _truncated(
@@ -266,8 +263,8 @@ class MultiAgentEnvs:
     ) -> NDArray[np.bool_]:
         """bool[E]: whether "__all__" were truncated, or without "__all__", all of the last agents."""
         by_last = ~terminateds[self._slots.of_env[envs]].any(axis=1)
-        of_all = np.isin(envs, values.truncated.envs)
-        truncated: NDArray[np.bool_] = ~np.isin(envs, values.terminated.envs) & (of_all | by_last)
+        of_all = np.isin(envs, values.truncated[1])
+        truncated: NDArray[np.bool_] = ~np.isin(envs, values.terminated[1]) & (of_all | by_last)
         return truncated
 
     def _set_acting(self) -> None:
@@ -550,7 +547,8 @@ def step_values(steps: Sequence[Any], slots: AgentNumbers, envs: Sequence[int] |
     items: list[Tree] = []
     rewarded: list[int] = []
     rewards: list[Any] = []
-    terminated, truncated = EndFlags([], []), EndFlags([], [])
+    terminated: EndFlags = [], []
+    truncated: EndFlags = [], []
     infos: list[Any] = []
     has_infos = False
     envs = range(slots.num_envs) if envs is None else envs
@@ -590,9 +588,9 @@ def _add_ends(ends: EndFlags, flags: Mapping[Any, Any], env: int, number_of: Any
         if not is_set:
             continue
         if agent == ALL_AGENTS:
-            ends.envs.append(env)
+            ends[1].append(env)
         else:
-            ends.numbers.append(number_of(agent))
+            ends[0].append(number_of(agent))
 
 
 def _ascending(numbers: list[int], items: list[Tree]) -> tuple[NDArray[np.int64], list[Tree]]:

@@ -89,50 +89,6 @@ class Deviations:
         return unsent
 
 
-class LaneCheck:
-    """The check of what a lane's environments give: at the first reset, at `CHECKED_STEPS`, and by single slots.
-
-    space          of one observation
-    deviations     collects what is found
-    where          the lane, at the beginning of every text
-    is_by_items    True where slots' observations come one by one as well: those alone have their own dtypes then
-    """
-
-    def __init__(
-        self, space: gym.Space[Any], deviations: Deviations, where: str = "", *, is_by_items: bool = False
-    ) -> None:
-        self._check, self._deviations = ObservationCheck(space, deviations), deviations
-        self._where, self.is_by_items = where, is_by_items
-
-    def rows(self, observations: Tree, step: int | None = None, slots: Sequence[int] | NDArray[Any] = ()) -> None:
-        """Check the first observations, or those of a vector step, counted from 0: a tree of arrays any[N, ...].
-
-        slots    whose observations they are; left out: everyone's
-        """
-        when = "the first reset" if step is None else f"vector step {step}"
-
-        def whose(place: int) -> str:
-            return f"{self._where}slot {slots[place] if len(slots) else place}, {when}"
-
-        self._check.rows(observations, whose, dtypes=not self.is_by_items)
-
-    def item(self, slot: int, answer: tuple[Any, ...], name: str) -> None:
-        """Check what one slot's `step` or `reset` gave, and name which of them it was.
-
-        Raises EnvError for an info that can't be recorded.
-        """
-        where = f"{self._where}slot {slot}, {name}"
-        self._check.items(answer[:1], lambda _: where)
-        for flag, value in zip(("terminated", "truncated"), answer[2:4], strict=False):
-            if np.asarray(value).dtype.kind != "b":
-                text = f"{where}: {flag} is {shown(value)}, expected a bool: it is recorded as {bool(value)}"
-                self._deviations.add("flag", text)
-        if len(answer) in (2, 5) and answer[-1] is None:
-            self._deviations.add("info", f"{where}: info is None, expected a dict: it is recorded as an empty one")
-        elif len(answer) in (2, 5):
-            info_given(answer[-1], where)
-
-
 @dataclass(frozen=True, slots=True)
 class _Leaf:
     """One array of an observation: its dtype, and the least and the greatest value of each number."""
@@ -150,15 +106,45 @@ class ObservationCheck:
 
     space         of one observation
     deviations    collects what is found
+    where         of a lane's slots, the lane, at the beginning of every text
     """
 
-    def __init__(self, space: gym.Space[Any], deviations: Deviations) -> None:
-        self._deviations = deviations
+    def __init__(self, space: gym.Space[Any], deviations: Deviations, where: str = "") -> None:
+        self._deviations, self._where = deviations, where
         tree: Any = tree_of(_limits, space) if is_columnar(space) else ()
         self._structure = structure_of(tree)
         paths = [accessor.codify("") if len(accessor) else "" for accessor in self._structure.accessors()]
         leaves: list[Any] = self._structure.flatten_up_to(tree)
         self._leaves: list[_Leaf] = [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)]
+
+    def slots(self, observations: Tree, step: int | None = None, slots: Any = (), *, dtypes: bool = True) -> None:
+        """Check the first observations of a lane, or those of a vector step, counted from 0: a tree any[N, ...].
+
+        slots     i64[N]: whose observations they are; left out: everyone's
+        dtypes    as for `rows`
+        """
+        when = "the first reset" if step is None else f"vector step {step}"
+
+        def whose(place: int) -> str:
+            return f"{self._where}slot {slots[place] if len(slots) else place}, {when}"
+
+        self.rows(observations, whose, dtypes=dtypes)
+
+    def answer(self, slot: int, answer: tuple[Any, ...], name: str) -> None:
+        """Check what one slot's `step` or `reset` gave, and name which of them it was.
+
+        Raises EnvError for an info that can't be recorded.
+        """
+        where = f"{self._where}slot {slot}, {name}"
+        self.items(answer[:1], lambda _: where)
+        for flag, value in zip(("terminated", "truncated"), answer[2:4], strict=False):
+            if np.asarray(value).dtype.kind != "b":
+                text = f"{where}: {flag} is {shown(value)}, expected a bool: it is recorded as {bool(value)}"
+                self._deviations.add("flag", text)
+        if len(answer) in (2, 5) and answer[-1] is None:
+            self._deviations.add("info", f"{where}: info is None, expected a dict: it is recorded as an empty one")
+        elif len(answer) in (2, 5):
+            info_given(answer[-1], where)
 
     def items(self, observations: Sequence[Tree], whose: Callable[[int], str]) -> None:
         """Check observations one by one: trees of arrays any[...]. `whose` names the one at a place."""

@@ -20,7 +20,7 @@ from rollflow.nodes.env.observation_check import (
     CHECKED_STEPS,
     STEP_GIVES,
     Deviations,
-    LaneCheck,
+    ObservationCheck,
     ObservationRows,
     check_reset,
     info_given,
@@ -88,7 +88,7 @@ class LaneVectorEnv:
         self._is_one_by_one = isinstance(env, SideBySide)  # and not by its own `step` and `reset`
         self._gives_tensors = False
         space = env.single_observation_space
-        self._check = LaneCheck(space, deviations, where, is_by_items=self._is_one_by_one)
+        self._check = ObservationCheck(space, deviations, where)
         self.tell_resets(nothing)
 
     def tell_resets(self, turn: Turn) -> bool:
@@ -98,7 +98,7 @@ class LaneVectorEnv:
         """
         self._turn, self._steps_made = turn, 0
         if self._is_one_by_one:
-            self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), self._mode, turn, self._check.item)
+            self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), self._mode, turn, self._check.answer)
         else:
             self._step = _STEPS[self._mode](self.env, turn)
         return self._is_one_by_one or self._mode is AutoresetMode.DISABLED
@@ -107,11 +107,11 @@ class LaneVectorEnv:
         """Reset every slot with a seed of its own; see `reset_with`."""
         self.tell_resets(self._turn)  # by steps that know of no end of an episode before it
         if self._is_one_by_one:
-            observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.item)
+            observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.answer)
         else:
             observations, infos = reset_with(self.env, seeds, options)
             self._note_tensors(observations)
-        self._check.rows(observations)
+        self._check.slots(observations, dtypes=not self._is_one_by_one)
         return observations, infos
 
     def step(self, actions: Tree) -> Stepped:
@@ -128,7 +128,7 @@ class LaneVectorEnv:
                     )
             raise
         if self._steps_made in CHECKED_STEPS:
-            self._check.rows(stepped[0], self._steps_made)
+            self._check.slots(stepped[0], self._steps_made, dtypes=not self._is_one_by_one)
         self._steps_made += 1
         return stepped
 

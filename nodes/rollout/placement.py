@@ -30,8 +30,6 @@ from rollflow.nodes.stages.acting import Acting, acting_for
 from rollflow.nodes.stages.module_set import AgentsActing, agents_acting_for
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, ModuleError, shown
-from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
-from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ class RolloutKind(NamedTuple):
     is_ready     whether environments are made already
     act          makes what acts, of the node and the options
     returns      makes what has the returns of the last episodes, of what acts
-    collector    makes what makes whole episodes of fragments
     emitter      parts fragments from turns
     """
 
@@ -61,7 +58,6 @@ class RolloutKind(NamedTuple):
     is_ready: Callable[[Any], bool]
     act: Callable[[Any, RolloutOptions], Acting | AgentsActing]
     returns: Callable[[Any], Any]
-    collector: Callable[[], Any]
     emitter: type[Emitter]
 
 
@@ -84,15 +80,12 @@ def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
     )
 
 
-ONE_AGENT = RolloutKind(
-    ONE, is_ready, _one_acting, lambda acting: EpisodeReturns(), EpisodeCollector[WholeEpisodes], Emitter
-)
+ONE_AGENT = RolloutKind(ONE, is_ready, _one_acting, lambda acting: EpisodeReturns(), Emitter)
 SEVERAL_AGENTS = RolloutKind(
     SEVERAL,
     lambda env: isinstance(env, MultiAgentVectorEnv),
     _several_acting,
     lambda acting: AgentReturns(acting.module.__contains__),
-    AgentEpisodeCollector,
     AgentEmitter,
 )
 

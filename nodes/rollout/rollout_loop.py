@@ -88,7 +88,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 self.environments, acts, options, self.metrics, emitter=kind.emitter, ledger=self._ledger
             )
             self._credits = FragmentCredits(self.environments, lag, options.prefetch, self._execution)
-            self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns, kind.collector())
+            self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns)
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
         self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -212,7 +212,7 @@ class JointOutput:
     def parts(self) -> list["LaneOutput"]:
         """Each lane's, in their order."""
         ends = accumulate(self._sizes)
-        return [LaneOutput(self, end - size, end) for size, end in zip(self._sizes, ends, strict=True)]
+        return [(self, slice(end - size, end)) for size, end in zip(self._sizes, ends, strict=True)]
 
     def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
         """Actions and all else that the pipeline makes of all of it; None where it is to be run for each lane alone."""
@@ -222,22 +222,8 @@ class JointOutput:
         return self._acted
 
 
-class LaneOutput(NamedTuple):
-    """Rows of one lane in a joint output, from `begin` to `end`."""
-
-    joint: JointOutput
-    begin: int
-    end: int
-
-    def rows(self) -> Batch:
-        """The output's rows: column -> tree of tensors `any[N, ...]`."""
-        columns = self.joint.output.items()
-        return {name: map_tree(lambda leaf: leaf[self.begin : self.end], column) for name, column in columns}
-
-    def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
-        """The rows of what the pipeline makes for all lanes; None where it is to be run over these alone."""
-        acted = self.joint.acted(pipeline, module, explore)
-        return None if acted is None else {name: array[self.begin : self.end] for name, array in acted.items()}
+LaneOutput = tuple[JointOutput, slice]
+"""Rows of one lane in a joint output."""
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

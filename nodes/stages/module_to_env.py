@@ -12,12 +12,11 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import slots_with_nan
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import with_threads
-from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, noted, shown
 from rollflow.stream.data.space import items_in, leaves_within, row_of
-from rollflow.stream.data.tree import Tree, stack_trees
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_lane import Slots
 
@@ -94,11 +93,12 @@ def acted(
     context    what the pieces see as `rl_module`, `explore` and `metrics`
     """
     module, explore, metrics = context
-    if type(output) is LaneOutput:
-        batch = output.acted(pipeline, module, explore)
-        if batch is not None:
-            return batch
-        output = output.rows()
+    if type(output) is tuple:
+        joint, rows = output
+        made = joint.acted(pipeline, module, explore)
+        if made is not None:
+            return {name: array[rows] for name, array in made.items()}
+        output = {name: map_tree(lambda leaf: leaf[rows], column) for name, column in joint.output.items()}
     batch = pipeline.run(module, output, episodes, explore, shared_data, metrics)
     if Columns.ACTIONS_FOR_ENV in batch:
         batch = pipeline.to_record(batch, shared_data)

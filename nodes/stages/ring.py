@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.job_thread import JobThread
@@ -18,27 +18,14 @@ from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.waits import Wait
 
 L = TypeVar("L")
-L_contra = TypeVar("L_contra", contravariant=True)
 
 logger = logging.getLogger(__name__)
-
-
-class LanesForward(Protocol[L_contra]):
-    """Forward passes over several lanes together, with one agent in each environment or several."""
-
-    def rows(self, lane: L_contra) -> int:
-        """Rows of a lane in a pass."""
-        ...
-
-    def forward_lanes(self, lanes: Sequence[L_contra]) -> None:
-        """Do the pass; each lane gets its rows of the output."""
-        ...
 
 
 class JointForward(Generic[L]):
     """A background node that runs the module over all lanes that are ready at a time, in one pass.
 
-        forward      the pass
+        forward      a pass over several lanes: has `rows(lane)`, those of a lane in it, and `forward_lanes(lanes)`
         max_batch    slots in one pass, at most
         max_wait     seconds to wait for further lanes once one is ready
         in_thread    run passes in a thread, so that other lanes' environments step meanwhile
@@ -46,9 +33,7 @@ class JointForward(Generic[L]):
     call_times    of passes
     """
 
-    def __init__(
-        self, forward: LanesForward[L], *, max_batch: int, max_wait: float = 0.0, in_thread: bool = False
-    ) -> None:
+    def __init__(self, forward: Any, *, max_batch: int, max_wait: float = 0.0, in_thread: bool = False) -> None:
         self.call_times = CallTimes()
         self._forward, self._max_batch, self._max_wait = forward, max_batch, max_wait
         self._ready: deque[L] = deque()
@@ -212,7 +197,7 @@ class _PassThread(Generic[L]):
         self.bell.close()
 
 
-def joint_forward(forward: LanesForward[L], largest: int, how: Any) -> LanesForward[L] | JointForward[L]:
+def joint_forward(forward: Any, largest: int, how: Any) -> Any:
     """The node that does passes over several lanes; `forward` itself where every lane has passes of its own.
 
         largest    slots of the largest lane

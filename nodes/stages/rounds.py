@@ -12,10 +12,10 @@ from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.metrics.fragment_checks import FragmentChecks
 from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import LagError, RunError
-from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.node import Gate, check_gate, methods_of, wait_at
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.multi_agent.whole_episodes import EpisodeCollector
 from rollflow.stream.observe.waits import Sign, Wait
 
 OnExcess = Literal["drop", "pace"]
@@ -139,8 +139,8 @@ class FragmentRounds(Generic[F]):
                    each round has one fragment of every lane, however much sooner one of them gives its next; else the
                    first that come
         returns    called with every fragment
-        collector  makes whole episodes of them
 
+        collector       makes whole episodes of them
         checks          find silent faults in fragments
         hooks           functions that are called with what comes
         handed_steps    transitions handed out
@@ -150,10 +150,8 @@ class FragmentRounds(Generic[F]):
     to the ring, which may then go on, when the next one is asked for.
     """
 
-    def __init__(
-        self, credits: "FragmentCredits", lag: LagBound, returns: Callable[[F], None], collector: EpisodeCollector[F]
-    ) -> None:
-        self.collector = collector
+    def __init__(self, credits: "FragmentCredits", lag: LagBound, returns: Callable[[F], None]) -> None:
+        self.collector = EpisodeCollector()
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.error: Exception | None = None

@@ -68,13 +68,11 @@ class ModuleTurn:
         self.outputs: list[tuple[str, NDArray[Any], Any, tuple[int, ...], tuple[int, ...]]] | None = None
         self._version: int | None = None  # that all later rows have
 
-    def begin_fragment(self, row: int) -> None:
-        """Go on with the same observations in another fragment, in this row."""
+    def begin_fragment(self) -> None:
+        """Go on with the same observations in another fragment."""
         self._observations = self.outputs = self._version = None
-        if self.shown is not None and self.shown.is_settled:
-            self.shown.show_row(self, row)
 
-    def row(self, row: int) -> Tree:
+    def observations(self, row: int) -> Tree:
         """The observations of the slots in a row, a tree of arrays any[K, ...]."""
         if self._observations is None:
             self._observations = map_tree(self._rows_of, self.part.fragment.columns[Columns.OBS].tree)
@@ -231,14 +229,33 @@ class AgentLane(SlotLane):
             self.fragment.clock[row + 1] = vector_step
             return self._nobody
         self._fresh[:] = False
-        self._edited, begun = None, self._nobody
-        done = np.logical_or(step.terminateds, step.truncateds)
-        if step.observed.slots is None and self._row is not None and self.waits.all():
-            self._record_all(step, done, vector_step)
-        else:
-            begun = self._record_some(step, done, vector_step)
+        self._edited = None
+        num_slots, done = self.layout.num_slots, np.logical_or(terminateds, truncateds)
+        slots, observations = observed
+        slots = self.everyone if slots is None else slots
+        place = np.full(num_slots, -1)  # index of each slot in `slots`; -1: it has no observation
+        place[slots] = np.arange(len(slots))
+        np.add(self.received, rewards, out=self.received, where=self.waits)
+        for slot in np.flatnonzero(rewards * ~self.waits).tolist():
+            self.fragment.early.append((vector_step, slot, float(rewards[slot])))
+        closed = np.flatnonzero(self.waits & ((place >= 0) | done))
+        self._close(closed, step)
+        ended = closed[done[closed]]
+        self._row = None if row is None or len(closed) < num_slots else row + 1
+        self.at[closed] += 1
+        if len(ended):
+            came = ended[place[ended] >= 0]
+            self._end(ended, came, map_tree(lambda leaf: leaf[place[came]], observations), vector_step)
+        self.lives[done] = False
+        going = slots[~done[slots]]
+        if len(going) < len(slots):
+            observations = map_tree(lambda leaf: leaf[place[going]], observations)
+        new = going[~self.lives[going]]
+        if len(new):
+            self._begin(new, vector_step)
+        self._take(going, observations, vector_step)
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
-        return begun
+        return new
 
     def lose(self, reason: str, *, is_under_way: bool) -> int:
         """End every episode with its newest observation: the environments were lost.
@@ -370,10 +387,10 @@ class AgentLane(SlotLane):
         if row is None or turn.places is None or not is_settled:
             turn.shown = self._show(turn.slots, self._newest(turn.slots), is_settled=is_settled)
         elif turn.shown is None:
-            turn.shown = self._show(turn.slots, turn.row(row), is_settled=True)
+            turn.shown = self._show(turn.slots, turn.observations(row), is_settled=True)
         else:
             self.shown = turn.shown
-            turn.shown.show_row(turn, row)
+            turn.shown.show(turn.observations(row), is_settled=True)
         shown: LaneEpisodes = turn.shown
         return shown
 
@@ -434,7 +451,7 @@ class AgentLane(SlotLane):
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
         for turn in self._turns or ():
-            turn.begin_fragment(self._row)
+            turn.begin_fragment()
         if old.early:
             new.early = self._early_so_far(old.early, clock.started)
         return old
@@ -472,52 +489,6 @@ class AgentLane(SlotLane):
             if vector_step > begin > self._begun_at[slot]:
                 sums[slot] = vector_step, sums.get(slot, (0, 0.0))[1] + reward
         return [(vector_step, slot, reward) for slot, (vector_step, reward) in sums.items()]
-
-    def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
-        """Write a step after which all slots have an observation, and before which all acted."""
-        assert self._row is not None
-        row, columns, observations = self._row, self.fragment.columns, step.observed.observations
-        columns[Columns.REWARDS].write(row, step.rewards + self.received)
-        columns[Columns.TERMINATEDS].write(row, step.terminateds)
-        columns[Columns.TRUNCATEDS].write(row, step.truncateds)
-        self.received[:] = 0.0
-        self.waits[:] = False
-        self._row = row + 1
-        self.at += 1
-        self.num_steps += self.layout.num_slots
-        if not np.count_nonzero(done):
-            self._take(self.everyone, observations, vector_step)
-            return
-        ended, going = np.flatnonzero(done), np.flatnonzero(~done)
-        self._end(ended, ended, map_tree(lambda leaf: leaf[ended], observations), vector_step)
-        self._take(going, map_tree(lambda leaf: leaf[going], observations), vector_step)
-
-    def _record_some(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> Slots:
-        """Write a step of some slots: those that acted and have an observation or ended; return those that begin."""
-        slots, observations = step.observed
-        slots = self.everyone if slots is None else slots
-        place = np.full(self.layout.num_slots, -1)  # index of each slot in `slots`; -1: it has no observation
-        place[slots] = np.arange(len(slots))
-        np.add(self.received, step.rewards, out=self.received, where=self.waits)
-        for slot in np.flatnonzero(step.rewards * ~self.waits).tolist():
-            self.fragment.early.append((vector_step, slot, float(step.rewards[slot])))
-        closed = np.flatnonzero(self.waits & ((place >= 0) | done))
-        self._close(closed, step)
-        ended = closed[done[closed]]
-        self._row = None
-        self.at[closed] += 1
-        if len(ended):
-            came = ended[place[ended] >= 0]
-            self._end(ended, came, map_tree(lambda leaf: leaf[place[came]], observations), vector_step)
-        self.lives[done] = False
-        going = slots[~done[slots]]
-        if len(going) < len(slots):
-            observations = map_tree(lambda leaf: leaf[place[going]], observations)
-        new = going[~self.lives[going]]
-        if len(new):
-            self._begin(new, vector_step)
-        self._take(going, observations, vector_step)
-        return new
 
     def _close(self, slots: Slots, step: PartStep) -> None:
         """Write the rewards and flags of the slots' steps, into the rows where they stand."""

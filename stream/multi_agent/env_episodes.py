@@ -136,7 +136,7 @@ def _sealed_timelines(
     fragment: "MultiAgentFragment", env: int, nth: int, started: int, stop: int
 ) -> Iterator[AgentTimeline]:
     """The agents that were in an episode, part by part; in each, those with steps in the fragment come first."""
-    chunks = {key[:2]: (view, index) for key, view, index in fragment._agent_chunks.get((env, nth), ())}
+    chunks = {key[:2]: (view, index) for key, view, index in fragment.agent_chunks.get((env, nth), ())}
     for number, part in enumerate(fragment.parts):
         first_slot, places = env * len(part.part.agents), range(len(part.part.agents))
         for place in places:

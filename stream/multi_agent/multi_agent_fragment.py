@@ -4,14 +4,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
-from rollflow.stream.fragments.episode_collector import AgentChunk
 from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, ModuleFragment
 from rollflow.stream.multi_agent.env_episodes import sealed_episode
+
+AgentChunk = tuple[Any, Fragment, int]
+"""Part of an agent's episode: the agent's key, the same in all fragments, a fragment, and the index in its `chunks`."""
 
 
 class MultiAgentFragment:
@@ -23,6 +26,7 @@ class MultiAgentFragment:
     num_rows          T
     clock             begins and ends of episodes
     custom_data       (environment, number of its episode) -> data that pieces keep with the episode
+    envs              i64[N]: of whole episodes, numbers in the lane of their environments; None: these are the lane's
     is_last           whether this is the lane's last fragment
     """
 
@@ -37,11 +41,12 @@ class MultiAgentFragment:
         num_rows: int,
         clock: EnvClock,
         custom_data: Mapping[tuple[int, int], Mapping[Any, Any]],
+        envs: NDArray[np.int64] | None = None,
     ) -> None:
         self.lane, self.sequence, self.parts = lane, sequence, tuple(parts)
         self.num_envs, self.num_rows, self.clock = len(clock.numbers), num_rows, clock
         self.episode_id, self.custom_data = clock.episode_id, custom_data
-        self.is_last = False
+        self.envs, self.is_last = envs, False
 
     @property
     def host(self) -> "MultiAgentFragment":
@@ -77,7 +82,7 @@ class MultiAgentFragment:
         return self.clock.losses
 
     @cached_property
-    def _agent_chunks(self) -> dict[tuple[int, int], list[AgentChunk]]:
+    def agent_chunks(self) -> dict[tuple[int, int], list[AgentChunk]]:
         """(environment, number of its episode in the fragment) -> chunks of its agents.
 
         An agent's key is the number of its part, its place in that, and the id of its module.
@@ -125,7 +130,7 @@ class MultiAgentFragment:
 
     def env_slot(self, env: int) -> int:
         """The number in the lane of an environment."""
-        return env
+        return env if self.envs is None else int(self.envs[env])
 
     def begin_after_loss(self, reason: str) -> None:
         """Record that the environments were lost before this fragment's first step: all open episodes ended."""
@@ -134,6 +139,9 @@ class MultiAgentFragment:
             part.begin_after_loss(reason)
 
     def __repr__(self) -> str:
+        if self.envs is not None:
+            held = f"{self.num_envs} episodes, {self.num_steps} agent steps"
+            return f"<WholeMultiAgentEpisodes {self.sequence} of lane {self.lane}: {held}>"
         return (
             f"<MultiAgentFragment {self.sequence} of lane {self.lane}: {self.num_rows} vector steps × {self.num_envs} "
             "environments>"

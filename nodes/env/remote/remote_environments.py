@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck, checks_of
 from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
-from rollflow.nodes.env.workers.lane_status import LanePhase
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import noted
 from rollflow.stream.data.tree import map_tree
@@ -65,8 +65,8 @@ class RemoteEnvironments(HostedNode):
     def _check(self, lane: Any, observed: Any, step: int | None = None) -> None:
         """Check a lane's observations, first ones or those of a step, which have come in the dtypes of their spaces."""
         if not self.kind.has_several:
-            check = LaneCheck(self.observation_space, self.deviations, f"lane {lane.index}, ", is_by_items=True)
-            check.rows(observed, step)
+            check = ObservationCheck(self.observation_space, self.deviations, f"lane {lane.index}, ")
+            check.slots(observed, step, dtypes=False)
             return
         when = "reset" if step is None else f"vector step {step}"
         for part_check, part, (slots, observations) in zip(self._checks, lane.parts, observed, strict=True):

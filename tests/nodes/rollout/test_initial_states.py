@@ -18,7 +18,7 @@ from small_env import SmallEnv
 from rollflow import DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
 from rollflow.nodes import MultiAgentEnv
 from rollflow.sinks import Newest, Sequences
-from rollflow.stream.fragments.episode_collector import EpisodeCollector
+from rollflow.stream.multi_agent.whole_episodes import EpisodeCollector
 
 SEEN, CHOSEN, LENGTH = gym.spaces.Box(0, 99, (2,)), gym.spaces.Discrete(2), 6
 

@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
 
 
@@ -44,7 +43,7 @@ def rounds_of(
     environments: Any = SimpleNamespace(num_lanes=lanes, has_fixed_lanes=has_fixed_lanes)
     execution = SimpleNamespace(begin_lane=lambda lane: None, counting=SimpleNamespace(expect=lambda lanes: None))
     credits = FragmentCredits(environments, lag, prefetch, execution)
-    return FragmentRounds(credits, lag, lambda fragment: None, EpisodeCollector()), credits
+    return FragmentRounds(credits, lag, lambda fragment: None), credits
 
 
 @dataclass
