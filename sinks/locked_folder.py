@@ -1,14 +1,12 @@
-"""Folder that a file of JSON describes, and that one program at a time writes to."""
+"""Folder that one program at a time writes to."""
 
 import errno
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.system import lock_file, unlock_file
 
@@ -16,16 +14,14 @@ LOCK = ".lock"
 
 
 class LockedFolder:
-    """Folder that a file of JSON describes, which is replaced as a whole. Nothing is made before a method is called.
+    """Folder that one program at a time writes to. Nothing is made before a method is called.
 
     path           of the folder
 
-    description    name of the file
     noun, writer   what the folder is, and who else may write there, in errors
     error          kind of the errors
     """
 
-    description: ClassVar[str]
     noun: ClassVar[str]
     writer: ClassVar[str]
     error: ClassVar[type[RollflowError]]
@@ -70,16 +66,6 @@ class LockedFolder:
         assert self._lock is not None
         if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK)):
             raise OSError(errno.ESTALE, "it is no longer the folder that it was", os.fspath(self.path))
-
-    def write_description(self, fields: Mapping[str, Any]) -> None:
-        """Put another description into the place of the one that is there. Raises OSError; that one stays then."""
-        write_file(self.path / self.description, json.dumps(fields, indent=1).encode())
-
-    def read_description(self) -> dict[str, Any]:
-        """The description. Raises OSError where there is none, ValueError for what is no JSON object."""
-        if not isinstance(fields := json.loads((self.path / self.description).read_bytes()), dict):
-            raise ValueError("it is no JSON object")
-        return fields
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Files of a saved policy, in a folder or a zip: written atomically, read with checksums and bounds."""
+"""Files of a saved policy, in a folder or a zip: written atomically, read with checksums and bounds.
+
+Manifests, files of arrays, and the one writer of files are those of replays and datasets as well.
+"""
 
 import hashlib
 import io
@@ -66,7 +69,7 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     Raises PolicyError, with the file's name, where one is missing, altered, truncated or another's.
     """
     with _reading(path) as read:
-        manifest = _manifest(read(MANIFEST, _MOST_MANIFEST_BYTES))
+        manifest = manifest_of(read(MANIFEST, _MOST_MANIFEST_BYTES), MANIFEST)
         listed = manifest.get("files")
         if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
             raise PolicyError(
@@ -79,7 +82,7 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest among files that are not written yet, and the files of arrays."""
-    return _manifest(files[MANIFEST]), {name: files[name] for name in (*ARRAYS, *OPTIONAL) if name in files}
+    return manifest_of(files[MANIFEST], MANIFEST), {name: files[name] for name in (*ARRAYS, *OPTIONAL) if name in files}
 
 
 def write_files(path: Path, files: Mapping[str, bytes]) -> None:
@@ -247,13 +250,14 @@ def json_of(data: bytes, name: str) -> Any:
     return value
 
 
-def _manifest(data: bytes) -> dict[str, Any]:
-    manifest = json_of(data, MANIFEST)
+def manifest_of(data: bytes, name: str) -> dict[str, Any]:
+    """The fields that `manifest_bytes` was given. Raises PolicyError, with the file's name, for what is no manifest."""
+    manifest = json_of(data, name)
     digest = manifest.get("digest") if isinstance(manifest, dict) else None
     if not isinstance(digest, str) or len(digest) != len(_NO_DIGEST) or data.count(digest.encode()) != 1:
-        raise PolicyError(f"{MANIFEST} has no digest, expected the manifest of a policy")
+        raise PolicyError(f"{name} has no digest, expected the manifest of a policy")
     if _digest(data.replace(digest.encode(), _NO_DIGEST.encode())) != digest:
-        raise PolicyError(f"{MANIFEST} has another digest than it says: it was altered")
+        raise PolicyError(f"{name} has another digest than it says: it was altered")
     del manifest["digest"]
     checked: dict[str, Any] = manifest
     return checked

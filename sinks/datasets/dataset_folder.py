@@ -17,6 +17,7 @@ A file is written under a name that begins with a dot, which Parquet's readers p
 whole. The file of episodes is renamed first: the file of steps, which comes after it, commits both.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollflow.nodes.policies.artifact_files import json_of, write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference
 from rollflow.sinks.locked_folder import LOCK, LockedFolder, sync
@@ -56,7 +58,7 @@ class DatasetFolder(LockedFolder):
     committed    numbers of the files that are committed, in the folder of a module; None: the names say it
     """
 
-    description, noun, writer, error = DESCRIPTION, "a dataset", "another sink", DatasetError
+    noun, writer, error = "a dataset", "another sink", DatasetError
 
     def __init__(self, path: str | os.PathLike[str], committed: Collection[int] | None = None) -> None:
         super().__init__(path)
@@ -111,7 +113,9 @@ class DatasetFolder(LockedFolder):
         """The description. Raises DatasetError where there is none, or it is damaged or of a newer format."""
         path = self.path / DESCRIPTION
         try:
-            text = self.read_description()
+            text = json_of(path.read_bytes(), DESCRIPTION)
+            if not isinstance(text, dict):
+                raise ValueError("it is no JSON object")
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing() from None
         except (ValueError, OSError) as error:
@@ -206,7 +210,7 @@ class DatasetFolder(LockedFolder):
 
     def _write(self, description: dict[str, Any]) -> None:
         try:
-            self.write_description(description)
+            write_file(self.path / DESCRIPTION, json.dumps(description, indent=1).encode())
             sync(self.path)
         except OSError as error:
             raise DatasetError(f"a dataset can't be written to {self.path}: {error}") from error

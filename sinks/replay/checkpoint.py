@@ -1,8 +1,8 @@
 """Checkpoints of a replay: a folder with the newest one. What has not changed since is not written again. No pickle.
 
-    manifest.json                  names the files below with their digests: the checkpoint is there once this file is
-    index-TOKEN.npz                all but the rows: counts, priorities, the index of the rows, the generator
-    rows-TOKEN-TABLE-NUMBER.npz    a block of a table's rows, with all columns
+    manifest.json                   the files below with their digests: the checkpoint is there once this file is
+    index-TOKEN.safetensors         all but the rows: counts, priorities, the index of the rows, the generator
+    rows-TOKEN-TABLE-NUMBER.…       a block of a table's rows, with all columns
 
 A replay has one table, or of several agents one for each module, in the order in which their first steps came. The rows
 of a table form a ring and are written in its order. So the blocks that changed are those with rows behind the position
@@ -10,26 +10,31 @@ that the last checkpoint went up to. They go into new files, and files that the 
 another manifest has taken its place: after a kill at any moment, the last whole checkpoint stands.
 """
 
-import hashlib
-import io
 import json
 import secrets
-import zipfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.policies.artifact_files import write_file
+from rollflow.nodes.policies.artifact_files import (
+    array_bytes,
+    arrays_of,
+    checksums,
+    manifest_bytes,
+    manifest_of,
+    write_file,
+)
 from rollflow.nodes.policies.part_records import ArraysByName, from_plain, to_plain
 from rollflow.sinks.locked_folder import LockedFolder
-from rollflow.stream.data.errors import PolicyError, ReplayError
+from rollflow.stream.data.errors import ReplayError
 
 MANIFEST = "manifest.json"
-_FORMAT = "rollflow replay 2"
+_KIND, _FORMAT = "rollflow replay", 3
 _PLAIN = "plain"  # name of the JSON text among the arrays of a file
-_OURS = "index-*.npz", "rows-*.npz", ".*.new"
+_OURS = "index-*", "rows-*", ".*.new"
 
 
 class CheckpointFolder(LockedFolder):
@@ -38,7 +43,7 @@ class CheckpointFolder(LockedFolder):
     path    of the folder, which is made
     """
 
-    description, noun, error = MANIFEST, "a replay's checkpoint", ReplayError
+    noun, error = "a replay's checkpoint", ReplayError
     writer = "another replay, or a replay host,"
     _newest: dict[str, Any] | None = None  # the manifest that was written or read last
 
@@ -64,35 +69,38 @@ class CheckpointFolder(LockedFolder):
         Raises OSError; what was there stays then.
         """
         self.check_held()
-        token, made = secrets.token_hex(8), list[str]()
+        token, files = secrets.token_hex(8), dict[str, Any]()
 
-        def written(name: str, part: Any) -> dict[str, str]:
-            made.append(name)
+        def written(name: str, part: Any) -> str:
             data = _packed(part)
+            files.update(checksums({name: data}))
             write_file(self.path / name, data)
-            return {"name": name, "sha256": hashlib.sha256(data).hexdigest()}
+            return name
 
         tables: list[dict[str, Any]] = []
         try:
             for each, (_, table) in enumerate(state["tables"]):
-                blocks, columns = [], table["columns"] or {"num_blocks": 0}
+                blocks, columns = list[str](), table["columns"] or {"num_blocks": 0}
                 for number in range(columns["num_blocks"]):
                     changed = columns["blocks"].get(number)
-                    if changed is None:
-                        assert self._newest is not None
-                        blocks.append(self._newest["tables"][each]["blocks"][number])
-                    else:
-                        blocks.append(written(f"rows-{token}-{each:03d}-{number:06d}.npz", changed))
+                    if changed is not None:
+                        blocks.append(written(f"rows-{token}-{each:03d}-{number:06d}.safetensors", changed))
+                        continue
+                    assert self._newest is not None
+                    blocks.append(self._newest["tables"][each]["blocks"][number])
                 tables.append({"end": table["rows"]["counts"]["end"], "blocks": blocks})
-            index = written(f"index-{token}.npz", {**state, "tables": [*map(_without_blocks, state["tables"])]})
-            manifest = {"index": index, "tables": tables}
-            self.write_description({"format": _FORMAT, "sha256": _digest(manifest), **manifest})
+            index = written(f"index-{token}.safetensors", {**state, "tables": [*map(_without_blocks, state["tables"])]})
+            named = {index, *(name for table in tables for name in table["blocks"])}
+            known = {} if self._newest is None else self._newest["files"]
+            listed = {name: each for name, each in {**known, **files}.items() if name in named}
+            manifest = {"kind": _KIND, "format": _FORMAT, "index": index, "tables": tables, "files": listed}
+            write_file(self.path / MANIFEST, manifest_bytes(manifest))
         except BaseException:
-            for name in made:
+            for name in files:
                 (self.path / name).unlink(missing_ok=True)
             raise
         self._newest = manifest
-        self._remove_all_but({index["name"], *(block["name"] for table in tables for block in table["blocks"])})
+        self._remove_all_but(named)
 
     def read(self) -> dict[str, Any]:
         """The state that was written last. Raises ReplayError, with its name, for a file that is missing or altered."""
@@ -107,32 +115,32 @@ class CheckpointFolder(LockedFolder):
         return state
 
     def _state_of(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self._part(manifest["index"])
+        read = partial(self._part, manifest["files"])
+        state: dict[str, Any] = read(manifest["index"])
         for (_, table), record in zip(state["tables"], manifest["tables"], strict=True):
             if table["columns"] is not None:
-                table["columns"]["blocks"] = dict(enumerate(map(self._part, record["blocks"])))
+                table["columns"]["blocks"] = dict(enumerate(map(read, record["blocks"])))
         return state
 
     def _manifest(self) -> dict[str, Any]:
-        """What the manifest says, but for its format and its own digest."""
+        """What the manifest says."""
         try:
-            manifest = self.read_description()
-            if manifest.pop("format") != _FORMAT or manifest.pop("sha256") != _digest(manifest):
-                raise ValueError("it was altered, or is of another version")
+            manifest = manifest_of((self.path / MANIFEST).read_bytes(), MANIFEST)
+            if (manifest["kind"], manifest["format"]) != (_KIND, _FORMAT):
+                raise ValueError("it is of another version")
         except (OSError, ValueError, KeyError) as error:
             raise _damaged(self.path / MANIFEST, error) from None
         return manifest
 
-    def _part(self, record: Mapping[str, str]) -> Any:
+    def _part(self, files: Mapping[str, Any], name: str) -> Any:
         """The state, or the block, in a file of the manifest's."""
-        path = self.path / record["name"]
         try:
-            data = path.read_bytes()
-            if hashlib.sha256(data).hexdigest() != record["sha256"]:
+            data = (self.path / name).read_bytes()
+            if checksums({name: data})[name] != files[name]:
                 raise ValueError("it was truncated or altered: its digest is not the manifest's")
-            return _unpacked(data)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, PolicyError) as error:
-            raise _damaged(path, error) from None
+            return _unpacked(data, name)
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.path / name, error) from None
 
     def _remove_all_but(self, names: set[str]) -> None:
         """Remove the files of older checkpoints, and of those that were never finished."""
@@ -155,20 +163,13 @@ def _packed(state: Any) -> bytes:
     """A value of plain values and arrays as the bytes of a file of arrays, with all else as JSON."""
     arrays: ArraysByName = {}
     text = json.dumps(to_plain(state, "state", arrays)).encode()
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **{_PLAIN: np.frombuffer(text, np.uint8)}, **arrays)
-    return file.getvalue()
+    return array_bytes({**arrays, _PLAIN: np.frombuffer(text, np.uint8)})
 
 
-def _unpacked(data: bytes) -> Any:
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+def _unpacked(data: bytes, name: str) -> Any:
+    arrays = arrays_of(data, name)
     return from_plain(json.loads(arrays.pop(_PLAIN).tobytes()), "state", arrays)
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def _damaged(path: Path, error: Exception) -> ReplayError:
-    return ReplayError(f"{path}: expected a replay's checkpoint, {_FORMAT!r}: {error}")
+    return ReplayError(f"{path}: expected a replay's checkpoint, '{_KIND} {_FORMAT}': {error}")
