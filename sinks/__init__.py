@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollflow.sinks.replay.client import ReplayClient as ReplayClient
     from rollflow.sinks.replay.host import ReplayHost as ReplayHost
     from rollflow.sinks.replay.replay import SamplesPerInsert as SamplesPerInsert
-    from rollflow.sinks.replay.row_columns import Storage as Storage
+    from rollflow.sinks.replay.row_index import Storage as Storage
     from rollflow.sinks.replay.sampled_steps import (
         HindsightGoals as HindsightGoals,
         SampledNStepReturns as SampledNStepReturns,

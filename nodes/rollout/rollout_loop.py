@@ -18,7 +18,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
-from rollflow.nodes.metrics.hooks import Hooked
+from rollflow.nodes.metrics.episode_returns import Hooked
 from rollflow.nodes.offloaded.lane_rollout import Published
 from rollflow.nodes.offloaded.offloaded import Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, RolloutDoctor, ThreadDriver

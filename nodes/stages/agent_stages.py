@@ -9,7 +9,7 @@ import numpy as np
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.modules.torch_threads import with_threads
+from rollflow.nodes.modules.rl_module import with_threads
 from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback, record_first_states
 from rollflow.nodes.stages.module_forward import note_batch
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions

@@ -14,7 +14,7 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.nodes.modules.policy_weights import PolicyWeights
-from rollflow.nodes.modules.torch_threads import with_threads
+from rollflow.nodes.modules.rl_module import with_threads
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, RollflowError, page_on
 from rollflow.stream.data.tree import leaves_of, map_tree

@@ -11,7 +11,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.module_to_env.action_pieces import slots_with_nan
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.modules.torch_threads import with_threads
+from rollflow.nodes.modules.rl_module import with_threads
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, noted, shown

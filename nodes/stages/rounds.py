@@ -9,8 +9,8 @@ import anyio
 
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
+from rollflow.nodes.metrics.episode_returns import Hooks
 from rollflow.nodes.metrics.fragment_checks import FragmentChecks
-from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import LagError, RunError
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.node import Gate, check_gate, methods_of, wait_at

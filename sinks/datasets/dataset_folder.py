@@ -21,11 +21,13 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollflow.nodes.argument_checks import ids_by_text
 from rollflow.nodes.policies.artifact_files import json_of, write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference
@@ -277,3 +279,15 @@ def make_folder(path: Path, within: Path) -> None:
         make_folder(path.parent, within)
         path.mkdir()
         sync(path.parent)
+
+
+def checked_id(whose: str, id_: Any) -> str:
+    """The text of an id. Raises DatasetError for one that no dataset can hold."""
+    if type(id_) not in (str, int) or id_ == "":
+        raise DatasetError(f"the {whose} {id_!r} has an id of {type(id_).__name__}, expected text or a whole number")
+    return str(id_)
+
+
+def stored_ids(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
+    """Text -> id. Raises DatasetError for an id that no dataset can hold, and where two have one text."""
+    return ids_by_text(whose, ids, DatasetError, partial(checked_id, whose))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder, stored_ids
 from rollflow.sinks.datasets.episode_block import (
     STEPS_AT_ONCE,
     EpisodeBlock,
@@ -16,7 +16,6 @@ from rollflow.sinks.datasets.episode_block import (
     step_bytes,
     windows_of,
 )
-from rollflow.sinks.datasets.fragment_tables import stored_ids
 from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns

@@ -30,8 +30,7 @@ from rollflow.nodes.argument_checks import (
 from rollflow.nodes.connectors.common.batches import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
-from rollflow.sinks.replay.row_index import Room, RowIndex
+from rollflow.sinks.replay.row_index import Room, RowColumns, RowIndex, Storage, columns_of, items_of
 from rollflow.sinks.replay.sampled_steps import SampledSteps, check_order, check_size
 from rollflow.sinks.replay.samplers import Draw, Sampler, Sequences, Uniform
 from rollflow.stream.data.columns import Columns

@@ -11,8 +11,7 @@ from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
-from rollflow.sinks.replay.row_columns import RowColumns
-from rollflow.sinks.replay.row_index import Ints, RowIndex
+from rollflow.sinks.replay.row_index import Ints, RowColumns, RowIndex
 from rollflow.sinks.replay.samplers import Draw
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError

@@ -24,8 +24,7 @@ from rollflow.nodes.connectors.connector_v2 import Space
 from rollflow.nodes.connectors.list_form import check_has_numbers
 from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions, NormalizeAndClipActions
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import NamedPieces, NameOrClass
-from rollflow.nodes.modules.evaluating import evaluating
-from rollflow.nodes.modules.rl_module import is_stateful
+from rollflow.nodes.modules.rl_module import evaluating, is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import flatten, item_of

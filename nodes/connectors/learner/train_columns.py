@@ -26,8 +26,7 @@ from rollflow.nodes.connectors.common.batches import BatchIndividualItems, as_ar
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ColumnPiece, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
-from rollflow.nodes.modules.evaluating import evaluating
-from rollflow.nodes.modules.rl_module import is_stateful
+from rollflow.nodes.modules.rl_module import evaluating, is_stateful
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, RollflowError, more_than_one

@@ -59,8 +59,7 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import (
     pieces_within,
 )
 from rollflow.nodes.modules.distribution import Categorical, DiagGaussian, DistributionType, JointRaces, Races
-from rollflow.nodes.modules.evaluating import evaluating
-from rollflow.nodes.modules.rl_module import RLModule, is_stateful
+from rollflow.nodes.modules.rl_module import RLModule, evaluating, is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, leaves_of

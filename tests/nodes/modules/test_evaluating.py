@@ -22,7 +22,7 @@ from rollflow import (
     VTrace,
 )
 from rollflow.nodes import DefaultModule, LearnerConnectorPipeline
-from rollflow.nodes.modules.evaluating import evaluating
+from rollflow.nodes.modules.rl_module import evaluating
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
 
 SEEN, CHOSEN = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)

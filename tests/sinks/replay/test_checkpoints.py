@@ -19,7 +19,7 @@ from wire_values import same
 
 from rollflow import Replay
 from rollflow.sinks import Episodes, Newest, Prioritized, Storage
-from rollflow.sinks.replay import row_columns
+from rollflow.sinks.replay import row_index
 from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
 from rollflow.stream import ReplayError
 
@@ -29,7 +29,7 @@ BLOCK = 2048  # bytes: some rows of numbered environments
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_columns, "_BLOCK_BYTES", BLOCK)
+        patch.setattr(row_index, "_BLOCK_BYTES", BLOCK)
         yield
 
 
@@ -71,7 +71,7 @@ def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path,
     after = sizes(tmp_path / "replay")
     new = {name: size for name, size in after.items() if name not in before}
     changed = [name for name in new if name.startswith("rows")]
-    fits = row_columns._BLOCK_BYTES // (replay.nbytes // 400)  # rows of a block
+    fits = row_index._BLOCK_BYTES // (replay.nbytes // 400)  # rows of a block
     assert 1 <= len(changed) <= 2 + 16 // fits
     assert sum(new[name] for name in changed) < rows / 4
     assert sorted(new.keys() - set(changed)) == [next(name for name in after if name.startswith("index"))]
