@@ -120,8 +120,7 @@ export class Connection {
     else if (kind === "pong") {
       const { number } = message;
       if (number > this.#pings) throw new Breach("order", `pong ${number}: the last ping was ${this.#pings}`);
-    } else if (kind !== "credit") this.#session.request(this, message);
-    // What is left is a credit: there is nothing that this host would send unasked.
+    } else this.#session.request(this, message);
   }
 
   #prove(challenge, frame) {

@@ -217,7 +217,6 @@ const FOR_A_HOST = {
   refused: { code: text(64), text: text(4096) },
   reset: { lane: whole(0), number: whole(1), seeds: orNil(listOf(seed)), options: orNil(map) },
   step: { lane: whole(0), number: whole(1), actions: tree },
-  credit: { count: whole(1) },
 };
 const FOR_OTHERS = ["hello", "proof", "rows", "failed", "turn", "cut", "fragment", "settings", "weights", "states", "metrics"];
 

@@ -280,7 +280,6 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
                     self._take_progress_of(self.remotes[index], LaneProgress(*progress))
         except Exception as error:
             self._expel(event.host, error, "metrics")
-        self.gateway.give_credit(event.host)
 
     def _take_progress_of(self, remote: HostedLane, progress: LaneProgress) -> None:
         remote.take(progress.start, progress.steps)

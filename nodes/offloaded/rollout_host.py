@@ -370,7 +370,7 @@ class RolloutHost(Host):
     def _report(self, connection: HostConnection) -> None:
         """Tell the gateway how far the lanes are, where that has changed."""
         now = monotonic()
-        if not connection.credits or now - self._reported_at < self.report_s:
+        if now - self._reported_at < self.report_s:
             return
         progress = dict(zip(self._ids, [lane.progress for lane in self._lanes], strict=False))
         if progress and progress != self._reported:

@@ -8,7 +8,6 @@ from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import (
     AgentRows,
     Answer,
-    Credit,
     Cut,
     Done,
     Failed,

@@ -16,8 +16,6 @@ from rollflow.stream.wire.session import GatewaySession, HostSession, TakenReque
 class HostConnection(Initiator):
     """A host's end. Constructed as an `Initiator`.
 
-    credits    unrequested messages that the host may send
-
     Events:
 
         Welcome                     the gateway has accepted the host
@@ -33,7 +31,6 @@ class HostConnection(Initiator):
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
         super().__init__(hello, session, secret=secret, limits=limits, now=now)
-        self.credits = 0
         self._form = form_of(hello)
 
     def answer(self, request: messages.Request, answer: messages.Answer) -> bool:
@@ -57,29 +54,13 @@ class HostConnection(Initiator):
             self.session.send(buffers, answer.lane)
         return True
 
-    def tell(self, news: Message) -> None:
-        """Send metrics, for a credit, or an answer to something else than a request.
-
-        Raises WireError if no credit is left for metrics, or the connection is not running.
-        """
-        self._check_running(news.kind)
-        takes_credit = isinstance(news, messages.Metrics)
-        if takes_credit and not self.credits:
-            raise WireError("metrics: no credit left, expected to wait for more", "credit")
-        super().tell(news)
-        self.credits -= takes_credit
-
     def _begin(self, welcome: Welcome) -> None:
         self.session.begin(welcome, self._hello)
         self.session.max_frame = self.peer_max_frame
         self.session.send = self._queue_if_running
-        self.credits = welcome.credits
 
     def _take_running(self, message: Message) -> list[Event]:
         match message:
-            case messages.Credit():
-                self.credits += message.count
-                return []
             case messages.Reset() | messages.Step() if self._hello.role in ("env", "agents"):
                 request = self._form.check_request(message, self.session.slots_of(message.lane))
                 return self._take_request(request)
@@ -103,17 +84,14 @@ class HostConnection(Initiator):
 class GatewayConnection(Acceptor):
     """A gateway's end. Constructed as an `Acceptor`.
 
-    credits    unrequested messages that the host may still send
-
     Events:
 
         Hello                               the host has proved itself: answer with `welcome` or `refuse`
         Rows, AgentRows, Failed, Fragment   the answer to each request, once
-        Metrics                             unrequested, each for a credit
+        Metrics                             unrequested
         Goodbye, ConnectionBroken           the end
     """
 
-    credits = 0
     _form: Any = None
     session: GatewaySession | None = None
 
@@ -127,7 +105,6 @@ class GatewayConnection(Acceptor):
         if session.is_welcomed and self.hello is not None:
             session.check_same(self.hello)
         super().welcome(session, credits=credits)
-        self.credits = credits
         session.send = self._queue_if_running
         for request in session.under_way:
             self._send(request, request.lane)
@@ -149,11 +126,6 @@ class GatewayConnection(Acceptor):
         session.ask(request)
         assert session.send is not None
         session.send(buffers, request.lane)
-
-    def give(self, count: int) -> None:
-        """Let the host send `count` more unrequested messages. Raises WireError if the connection is not running."""
-        super().tell(messages.Credit(count))
-        self.credits += count
 
     def tell(self, news: Message) -> None:
         """Send settings, weights, states or a cut, whose arrays must not change until they are sent.
@@ -179,9 +151,6 @@ class GatewayConnection(Acceptor):
         if isinstance(message, messages.Answer):
             return self._take_answer(message)
         if isinstance(message, messages.Metrics):
-            if not self.credits:
-                raise WireError("metrics without a credit, expected to wait for more", "credit")
-            self.credits -= 1
             return [message]
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
 

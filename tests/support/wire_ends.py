@@ -117,14 +117,14 @@ def greeted(**given: Any) -> Ends:
     return ends
 
 
-def running(*, credits: int = 0, **given: Any) -> Ends:
+def running(**given: Any) -> Ends:
     """Two ends after the handshake, with a new session; lanes 0 and 1, …, of two environments each."""
     ends = greeted(**given)
     assert ends.gateway.hello is not None
     slots = ends.gateway.hello.slots
     first_slots = [sum(slots[:lane]) for lane in range(len(slots))]
     ends.session = wire.GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
-    ends.gateway.welcome(ends.session, credits=credits)
+    ends.gateway.welcome(ends.session)
     ends.to_host()
     return ends
 

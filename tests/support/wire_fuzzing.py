@@ -69,7 +69,7 @@ ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
     (lambda: Ends(host_secret=None).host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + stream_of("reset")]),
     (lambda: greeted().gateway, [stream_of("goodbye"), stream_of("refused")]),
     (
-        lambda: _gateway_asking(running_reset(credits=2), "step"),
+        lambda: _gateway_asking(running_reset(), "step"),
         [stream_of("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")],
     ),
     (_new_gateway, [stream_of("agents hello") + OPEN_PROOF]),
@@ -79,12 +79,12 @@ ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
     ),
     (lambda: _flushed(running_agents().host), [stream_of("agents step"), stream_of("agents step", "ping", "goodbye")]),
     (
-        lambda: _gateway_asking(running(said=ROLLOUT, credits=2), "turn"),
+        lambda: _gateway_asking(running(said=ROLLOUT), "turn"),
         [stream_of("fragment"), stream_of("metrics", "fragment", "metrics")],
     ),
     (
         lambda: _flushed(running_reset().host),
-        [stream_of("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")],
+        [stream_of("step"), stream_of("ping", "reset", "step"), stream_of("step", "goodbye")],
     ),
     (
         lambda: running(said=ROLLOUT).host,

@@ -150,7 +150,6 @@ EXAMPLES: dict[str, wire.Message] = {
     "agents step": agent_step(),
     "agent rows": agent_rows(),
     "first agent rows": first_agent_rows(),
-    "credit": wire.Credit(4),
     "ping": wire.Ping(1),
     "pong": wire.Pong(1),
     "goodbye": wire.Goodbye("the run is over"),

@@ -129,7 +129,6 @@ for (const secret of [null, "a secret"]) {
       assert.deepEqual([(await gateway.hear()).kind, gateway.hello.slots], ["rows", [2]]);
       gateway.say("ping", { number: 1 });
       assert.deepEqual(await gateway.hear(), { kind: "pong", number: 1 });
-      gateway.say("credit", { count: 1 });
       gateway.say("step", { lane: 0, number: 2, actions: new NdArray("<i8", [2], BigInt64Array.of(0n, 1n)) });
       assert.equal((await gateway.hear()).number, 2);
       gateway.say("goodbye", { reason: "enough" });
@@ -164,11 +163,11 @@ for (const [what, fields, code] of [
     }));
 }
 
-for (const kind of ["ping", "credit", "reset"]) {
+for (const kind of ["ping", "reset"]) {
   test(`${kind} before welcome is refused`, () =>
     connected({}, async (gateway, ended) => {
       await gateway.challenge();
-      gateway.say(kind, kind === "reset" ? RESET : { number: 1, count: 1 });
+      gateway.say(kind, kind === "reset" ? RESET : { number: 1 });
       assert.equal(await refusal(gateway, ended), "order");
     }));
 }

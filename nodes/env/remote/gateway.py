@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple
@@ -81,7 +80,7 @@ class HostEvent(NamedTuple):
 
     kind     "joined": it has come, with new lanes
              "answered": `what` is its answer
-             "progressed": `what` is a dict of how far it is; it may say so again once it is given a credit
+             "progressed": `what` is a dict of how far it is
              "away": it has lost its connection and did not dial again at once: its process or network may be gone
              "reconnected": it had lost its connection, and has another one
              "left": it has gone for good, its lanes with it; `what` is the reason
@@ -121,7 +120,7 @@ class Registry:
         self._check(hello)
         lanes = range(self._next_lane, self._next_lane + len(hello.slots))
         session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
-        peer.connection.welcome(session, credits=1)
+        peer.connection.welcome(session)
         host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
         self._next_lane += len(session.lanes)
         self._next_slot += hello.num_envs
@@ -336,12 +335,6 @@ class Gateway:
         """True where much of what a host was told or asked is still on its way into the socket."""
         return host.connection.undelivered > _MUCH
 
-    def give_credit(self, host: RemoteHost) -> None:
-        """Let a host say again how far it is."""
-        with self._lock, suppress(WireError):  # its connection is lost: the next one begins with a credit
-            host.connection.give(1)
-            self._loop.write(self._loop.peer_of(host.connection))
-
     def expel(self, host: RemoteHost, error: WireError) -> None:
         """Have a host leave that has sent what it must not."""
         with self._lock:
@@ -452,7 +445,7 @@ class Gateway:
         """Take in a host that has proved itself: a new one, or one that comes back. Raises WireError for others."""
         host = self.hosts.get(hello.session)
         if host is not None:
-            peer.connection.welcome(host.session, credits=1)
+            peer.connection.welcome(host.session)
             old, peer.host = self._loop.peer_of(host.connection), host
             self._loop.dialler.welcomed(peer.dialled)
             self._registry.take_back(host, peer.connection, now)

@@ -273,8 +273,6 @@ class HostedNode(LanesElsewhere):
                     hosts.append(event.host)
                     if wait.has_warned:
                         logger.warning("host %s has joined: %d of %d are here", event.host.name, len(hosts), count)
-                elif event.kind == "progressed":  # it has made nothing yet, and is to say so when it has
-                    self.gateway.give_credit(event.host)
                 elif event.kind == "left":
                     self._farewells.append((f"host {event.host.name}", event.what))
                     count += 1  # others are waited for in its place

@@ -220,15 +220,9 @@ class States(WireMessage):
 
 
 class Metrics(WireMessage):
-    """Rollout host to gateway, unrequested: its progress. Uses up one credit. Source to trainer: lanes, and its end."""
+    """Rollout host to gateway, unrequested: its progress. Source to trainer: lanes, and its end."""
 
     metrics: Annotated[Mapping[str, Any], field.mapping]
-
-
-class Credit(WireMessage):
-    """Gateway to host: it may send `count` more unrequested messages."""
-
-    count: Annotated[int, field.whole(1, MOST_NUMBER)]
 
 
 class Ping(WireMessage):
@@ -271,7 +265,7 @@ class Refused(WireMessage):
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Metrics
-Running = Request | Answer | _News | Credit | Ping | Pong | Goodbye | Refused
+Running = Request | Answer | _News | Ping | Pong | Goodbye | Refused
 
 
 def _plain(value: str) -> str:

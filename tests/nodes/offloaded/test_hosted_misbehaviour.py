@@ -189,26 +189,12 @@ def test_a_host_that_says_nonsense_of_its_progress_leaves(name: str) -> None:
     refused(lambda raw, turn: Metrics(metrics), f"host raw .*: metrics: .*{expected}")
 
 
-def test_one_that_says_more_than_it_has_credits_for_leaves() -> None:
-    with raw_beside() as (rollout, fragments, raw):
-        taken = [next(fragments)]
-        raw.next_turn_beside(fragments, taken)
-        gateway = rollout.environments.gateway
-        gateway.give_credit = lambda host: None  # type: ignore[method-assign]
-        for pulse in range(2):
-            raw.send(Metrics({"lanes": [[1, 0, 0, pulse, False]]}))
-        with pytest.raises(WireError, match="metrics without a credit, expected to wait for more"):
-            raise raw.refusal()
-        del gateway.give_credit
-        others_go_on(rollout, fragments, taken)
-
-
 def test_what_it_says_of_its_progress_is_lost_when_it_leaves() -> None:
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
         raw.next_turn_beside(fragments, taken)
         count = rollout.environments.remotes[1]
-        for pulse in range(1, 8):  # each for a credit, which the one before has come back as
+        for pulse in range(1, 8):
             raw.send(Metrics({"lanes": [[1, 0, 2 * pulse, pulse, False]]}))
             taken += taken_until(fragments, lambda more, pulse=pulse: count.pulse == pulse)
         raw.send(Goodbye("enough"))

@@ -58,7 +58,6 @@ def test_a_lane_that_failed_is_reset_next() -> None:
         (rows(lane=9), "number", r"lane 9, expected one of \[0, 1\]"),
         (wire.Fragment(0, 2, {}, {}), "number", "fragment 2 of lane 0, expected rows or failed 2 of lane 0"),
         (agent_rows(), "number", "agent_rows 2 of lane 0, expected rows or failed 2 of lane 0"),
-        (wire.Metrics({}), "credit", "metrics without a credit"),
         (rows(obs=np.full((2, 3), np.nan, np.float32)), "rows", "step 2 of lane 0: obs of slot 0 has a NaN"),
         (wire.Step(0, 3, np.array([1, 1])), "order", "step from a host, expected an answer or metrics"),
         (wire.Pong(1), "order", "pong 1, expected at most 0"),
@@ -141,21 +140,6 @@ def test_what_is_larger_than_the_other_end_takes_is_not_sent() -> None:
         ends.gateway.ask(wire.Reset(1, 1, None, {"map": np.zeros(1 << 16, np.uint8)}))
     assert ends.host.answer(request, first_rows())
     ends.gateway.ask(wire.Reset(1, 1, None, None))
-
-
-def test_a_host_sends_unasked_as_much_as_it_has_credit_for() -> None:
-    ends = running(credits=1)
-    ends.host.tell(wire.Metrics({"a": 1}))
-    with pytest.raises(WireError, match="metrics: no credit left"):
-        ends.host.tell(wire.Metrics({"a": 2}))
-    ends.gateway.give(2)
-    ends.to_host()
-    assert ends.host.credits == 2
-    ends.host.tell(wire.Metrics({"a": 2}))
-    ends.host.tell(wire.Metrics({"a": 3}))
-    metrics = [event.metrics for event in ends.to_gateway() if isinstance(event, wire.Metrics)]
-    assert metrics == [{"a": 1}, {"a": 2}, {"a": 3}]
-    assert ends.gateway.credits == ends.host.credits == 0
 
 
 # Time
@@ -363,8 +347,8 @@ def test_nothing_is_sent_through_a_connection_that_is_not_running(state: str) ->
         taken_from(end)
     with pytest.raises(WireError, match=f"metrics: the connection is {state}, expected running"):
         ends.host.tell(wire.Metrics({}))
-    with pytest.raises(WireError, match=f"credit: the connection is {state}, expected running"):
-        ends.gateway.give(1)
+    with pytest.raises(WireError, match=f"settings: the connection is {state}, expected running"):
+        ends.gateway.tell(wire.Settings({}))
     assert taken_from(ends.host) + taken_from(ends.gateway) == b""
 
 

@@ -21,7 +21,7 @@ DOCUMENT = (ROOT / "docs" / "protocol.md").read_text()
 BLOCKS = re.findall(r"^```hex ([a-z ]+)\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
 # Messages and codes between processes of the same version of rollflow.
 PRIVATE = {
-    *("credit", "cut", "done", "fragment", "metrics"),
+    *("cut", "done", "fragment", "metrics"),
     *("settings", "states", "turn", "weights"),
 }
 PRIVATE_CODES = {"credit", "memory", "undelivered", "address", "lost"}

@@ -149,7 +149,7 @@ class Hosts:
     def join(self, name: str) -> RemoteHost:
         """Have a host join now, of which nothing is heard any more."""
         told = hello(name=name, session=len(self.registry._host_of).to_bytes(16, "big"))
-        connection = SimpleNamespace(heard_at=self.now, welcome=lambda session, credits: None)
+        connection = SimpleNamespace(heard_at=self.now, welcome=lambda session: None)
         peer: Any = SimpleNamespace(connection=connection, dialled=None)
         return self.registry.take_in(told, name, peer, self.now)
 
