@@ -86,7 +86,7 @@ def message_of(number: int, fragment: AnyFragment, spaces: Sequence[Any], more: 
     Raises ModuleError for the id of one of several modules that is no string.
     """
     if isinstance(fragment, Fragment):
-        columns, rest = _sent(fragment), described(fragment, spaces) | {"forms": _forms_of(fragment)}
+        columns, rest = _sent(fragment), described(fragment, spaces)
     else:
         columns, rest = {"parts": list(map(_sent_part, fragment.parts))}, _described_agents(fragment, spaces)
     return wire.Fragment(fragment.lane, number, columns, rest | dict(more))
@@ -165,21 +165,11 @@ def _described_part(part: AgentFragment, seen: Sequence[gym.Space[Any]]) -> Plai
         raise ModuleError(f"module ids are {wrong}, expected strings where fragments go to another process")
     ends = [[*key, vector_step] for key, vector_step in part.ends.items()]
     return described(part, seen) | {
-        "forms": _forms_of(part),
         "module_ids": list(part.module_ids),
         "outputs": {module_id: dict(names) for module_id, names in part.outputs.items()},
         "ends": np.array(ends, np.int64).reshape(-1, 3),
         "early": np.array(part.early, np.float64).reshape(-1, 3),
         **{name: getattr(part, name) for name in _OF_SLOTS},
-    }
-
-
-def _forms_of(fragment: Fragment) -> dict[str, Tree]:
-    """Trees of empty arrays for columns that are trees: the wire has lists in place of tuples."""
-    return {
-        name: map_tree(lambda leaf: leaf[0, :0], column.tree)
-        for name, column in fragment.columns.items()
-        if not isinstance(column.tree, np.ndarray)
     }
 
 
@@ -303,11 +293,10 @@ def _begun(
     spare         rows that are behind the others in all columns but the observations
     kind, more    class of the fragment, and further arguments of it
     """
-    forms, space = field.mapping(rest["forms"], "forms"), spaces[rest["space"]]
-    made = {name: Column(name, _formed(tree, forms.get(name), name)) for name, tree in columns.items()}
+    made = {name: Column(name, tree) for name, tree in columns.items()}
     starts = rest["episode_start"], rest["episode_number"]
     fragment = kind(layout, lane, rest["sequence"], made, *starts, **more)
-    fragment.observation_space = space
+    fragment.observation_space = space = spaces[rest["space"]]
     if is_checked:
         _check_columns(fragment.columns, layout, rest["num_rows"], space, spare)
         for name in ("episode_start", "episode_number"):
@@ -372,21 +361,6 @@ def _shown(array: NDArray[Any]) -> str:
 def _wrong(text: str) -> WireError:
     """The error of a fragment that makes no sense."""
     return WireError(text, "fragment")
-
-
-def _formed(tree: Tree, form: Tree, where: str) -> Tree:
-    """A tree with tuples where a form has them. Raises WireError where it differs from that otherwise.
-
-    form    None: it is an array
-    """
-    if isinstance(tree, np.ndarray) and (form is None or isinstance(form, np.ndarray)):
-        return tree
-    if isinstance(form, dict) and isinstance(tree, dict) and tree.keys() == form.keys():
-        return {key: _formed(tree[key], part, f"{where}[{key!r}]") for key, part in form.items()}
-    if isinstance(form, tuple | list) and isinstance(tree, list | tuple) and len(tree) == len(form):
-        parts = [_formed(part, like, f"{where}[{i}]") for i, (part, like) in enumerate(zip(tree, form, strict=True))]
-        return type(form)(parts)
-    raise WireError(f"{where} differs from its form", "fragment")
 
 
 def _complete(fragment: Fragment, fields: Mapping[str, Any]) -> None:

@@ -93,7 +93,6 @@ class FragmentReader:
         self._blocks: dict[int, SharedBlock] = {}
         self._columns = b""  # as they were told last
         self._dtypes: list[str] = []  # which came with them
-        self._forms: Any = None  # which came with them
 
     def map(self, index: int, block: SharedBlock) -> None:
         """Take a block of the writer's."""
@@ -103,14 +102,13 @@ class FragmentReader:
 
     def read(self, fields: Plain) -> wire.Fragment:
         """The message of a fragment, with its columns where they lie."""
-        rest: Plain = fields["rest"]
         if "columns" in fields:
-            self._columns, self._dtypes, self._forms = fields["columns"], fields["dtypes"], rest.get("forms")
+            self._columns, self._dtypes = fields["columns"], fields["dtypes"]
         columns = decode_lent(self._columns, [self._array(index) for index in fields["blocks"]])
         if any(self._dtypes):
             dtypes = iter(self._dtypes)
             columns = map_tree(lambda leaf: leaf.view(name)[..., 0] if (name := next(dtypes)) else leaf, columns)
-        return wire.Fragment(self._lane, 1, columns, {"forms": self._forms} | rest)
+        return wire.Fragment(self._lane, 1, columns, fields["rest"])
 
     def _array(self, index: int) -> NDArray[np.uint8]:
         array = self._blocks[index].array()

@@ -22,7 +22,6 @@ from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
 from rollflow.stream import wire
 from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import ReplayError, WireError
-from rollflow.stream.data.tree import with_tuples
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.socket_loop import REDIALLED, Peer, SocketLoop, quoted
 from rollflow.stream.wire.software import hello_of
@@ -75,7 +74,7 @@ class ReplayClient(ClosedOnExit):
         count = None if count is None else checked_count("count", count, 1)
         wait_s = _HOSTS_SHARE * self.timeout if wait_s is None else float(wait_s)
         columns = self._link.ask(self.timeout, "sample", {"count": count, "wait_s": wait_s}).columns
-        return tensors_of({name: with_tuples(tree) for name, tree in columns.items()})
+        return tensors_of(columns)
 
     def update_priorities(self, ids: Any, values: Any, module_id: str | None = None) -> None:
         """Set the priorities of steps, as `Replay.update_priorities` does.

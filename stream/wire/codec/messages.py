@@ -166,7 +166,7 @@ class Fragment(LaneMessage):
     rest       other data of the fragment, in the form of the rollout's software
     """
 
-    columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
+    columns: Annotated[Mapping[str, Tree], field.mapping]
     rest: Annotated[Mapping[str, Any], field.mapping]
 
 

@@ -57,7 +57,7 @@ def decode_value(header: bytes, body: NDArray[np.uint8]) -> Any:
 
 
 def decode_lent(header: bytes, blocks: Sequence[NDArray[np.uint8]]) -> Any:
-    """The value of a header whose arrays lie in blocks, of which they are views, with a list for each tuple.
+    """The value of a header whose arrays lie in blocks, of which they are views.
 
     Raises WireError for invalid bytes.
     """
@@ -172,7 +172,7 @@ class _Reader:
 
 _KINDS: dict[int, Callable[[_Reader, list[Any]], Any]] = {
     NUMBER: _Reader._number,
-    TUPLE: lambda reader, value: value if reader._is_lent else tuple(value),
+    TUPLE: lambda reader, value: tuple(value),
     OBJECTS: _Reader._objects,
     SLOT_INFOS: _Reader._slot_infos,
 }

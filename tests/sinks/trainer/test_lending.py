@@ -73,13 +73,13 @@ def test_an_array_in_shared_memory_is_seen_where_it_lies(ends: Pair, lane: Lane)
     assert (first[4] == 7).all()
 
 
-def test_tuples_come_as_lists_each_time(ends: Pair, lane: Lane) -> None:
+def test_tuples_come_as_tuples_each_time(ends: Pair, lane: Lane) -> None:
     for value in (1, 2):
         ends.send(obs=(lane.column(value), {"at": (numbers(0, 8),)}))
     first, second = (fragment.columns["obs"] for fragment in ends.received())
     for obs in (first, second):
-        assert isinstance(obs, list)
-        assert isinstance(obs[1]["at"], list)
+        assert isinstance(obs, tuple)
+        assert isinstance(obs[1]["at"], tuple)
 
 
 def test_what_lies_elsewhere_is_copied_and_comes_whole(ends: Pair) -> None:
