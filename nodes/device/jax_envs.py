@@ -11,6 +11,7 @@ from gymnasium import spaces
 from torch.utils.dlpack import from_dlpack
 
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor
+from rollflow.nodes.device.foreign_spaces import gymnasium_space
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.system import require_packages
@@ -157,7 +158,7 @@ def _gymnax(env: Any, params: Any) -> Functions:
         return _beginning_anew(begin, step_of_old)(key, state, actions)
 
     seen = jax.eval_shape(begin, jax.random.PRNGKey(0))[1]
-    return begin, step, _space(env.observation_space(params), seen), _space(env.action_space(params))
+    return begin, step, gymnasium_space(env.observation_space(params), seen), gymnasium_space(env.action_space(params))
 
 
 def _brax(env: Any) -> Functions:
@@ -214,19 +215,3 @@ def _beginning_anew(begin: Callable[..., Any], step: Callable[..., Any]) -> Call
         return state, now, reward, terminated, truncated, last
 
     return stepped
-
-
-def _space(space: Any, seen: Any = None) -> gym.Space[Any]:
-    """Gymnasium's form of a space of gymnax. A Box is of the dtype that was seen, which need not be the one it says."""
-    kind = type(space).__name__
-    if kind == "Discrete":
-        return spaces.Discrete(int(space.n))
-    if kind == "Box":
-        dtype = np.dtype(space.dtype if seen is None else seen.dtype)
-        low, high = (np.broadcast_to(np.asarray(bound, dtype), space.shape) for bound in (space.low, space.high))
-        return spaces.Box(low, high, dtype=dtype.type)
-    if kind == "Dict":
-        return spaces.Dict({key: _space(part, seen and seen[key]) for key, part in space.spaces.items()})
-    if kind == "Tuple":
-        return spaces.Tuple([_space(part, seen and seen[place]) for place, part in enumerate(space.spaces)])
-    raise EnvError(f"a space is {shown(space)}, expected gymnax's Discrete, Box, Dict or Tuple")

@@ -13,6 +13,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, checking_constructor
+from rollflow.nodes.device.agent_rows import AgentRows
 from rollflow.nodes.env.observation_check import STEP_GIVES, kind_of
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.stream.data.cached_property import cached_property
@@ -33,6 +34,9 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
                              * an rsl_rl `VecEnv`, with `num_actions`, `get_observations()`, and `step(actions)` that
                                gives observations, rewards, dones and extras. `extras["time_outs"]` are truncations
                              * a gymnasium `VectorEnv` whose arrays are tensors, such as ManiSkill's
+                             * an `Environment` of VMAS whose agents have the same spaces: they share one policy, and
+                               each is a slot. Slot e · `num_agents` + a is agent a of environment e, whose end ends the
+                               episodes of all its agents. Its flags are copied to the host in each step
                              * any other object with `reset()`, which gives observations, or those and infos, and with a
                                `step(actions)` of rsl_rl's four values or gymnasium's five
 
@@ -43,6 +47,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
 
     device             of all tensors
     is_last_missing    whether `step` knew no last observations where episodes last ended
+    num_agents         A, of slots that follow each other, and are agents of one environment; 1 but for VMAS
     last_extras        what the newest step gave beside its values: extras or infos. Rollouts record no infos of tensors
 
     Observations are trees of tensors any[N, ...]. Where `env` gives last observations of ended episodes, as
@@ -73,9 +78,15 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             raise EnvError(f"group is {shown(group)}, expected the name of one group, or None for all of them")
         self.env, self.group, self.allow_host_copies = env, group, allow_host_copies
         self.last_extras: Mapping[str, Any] = {}
+        self.num_agents = 1
         self.is_last_missing = False
         if isinstance(env, type):
             raise EnvError(f"env is the class {env.__name__}, expected an instance of it")
+        if hasattr(env, "reset_at") and hasattr(env, "n_agents"):
+            env = AgentRows(env)
+            observation_space, action_space = env.observation_space, env.action_space
+            self.num_agents = env.num_agents
+        self._steps = env
         self._is_rsl_rl = hasattr(env, "get_observations") and hasattr(env, "num_actions")
         if not callable(getattr(env, "step", None)) or not (self._is_rsl_rl or hasattr(env, "reset")):
             raise EnvError(f"env is {shown(env)}, expected an environment of tensors, with reset() and step(actions)")
@@ -136,7 +147,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         Nothing is copied, and nothing is read from the device.
         """
         with torch.no_grad():
-            return self._stepped(self.env.step(actions))
+            return self._stepped(self._steps.step(actions))
 
     # Arrays
 
@@ -180,7 +191,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
                 self.env.seed(seed)
             answer = self.env.get_observations()  # in rsl_rl's environments `reset` may make a step
         else:
-            answer = self.env.reset() if seed is None or not self._takes_seed else self.env.reset(seed=seed)
+            answer = self._steps.reset() if seed is None or not self._takes_seed else self._steps.reset(seed=seed)
         has_extras = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
         return answer if has_extras else (answer, {})
 

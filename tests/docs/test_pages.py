@@ -4,7 +4,7 @@ Fences on a page, by their first words:
 
     python                the next part of the page's program, which runs as one process in an empty folder
     python file=NAME      a file in that folder
-    python with=PACKAGE   a program of another engine, which `tests/oracle` runs
+    python with=PACKAGE   a program of another engine, which `tests/oracle` or a test of that package's form runs
     text output           what the part before prints; `...` stands for anything
     console               commands `$ rollflow …` that run in that folder, and what they print
 

@@ -1,6 +1,7 @@
 """Environments of tensors that number their own steps, in every form that `TorchEnvs` takes."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -62,12 +63,16 @@ class NumberedTensors:
         """The observations there are now."""
         return torch.stack([self._slots, self.episode, self.t], dim=1).float()
 
+    def lengths_now(self) -> Tensor:
+        """Lengths of the episodes that there are now."""
+        return self._lengths[(self._slots + self.episode) % len(self.lengths)]
+
     def advance(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool]:
         """The values of a step, last observations, and whether an episode ended."""
         self.actions.append(actions.clone())
         self.t = self.t + 1
         rewards = self.t + actions[:, 0] / 8
-        done = self.t == self._lengths[(self._slots + self.episode) % len(self.lengths)]
+        done = self.t == self.lengths_now()
         truncated = done & (self.episode % 2 == 1)
         last = self.look()
         self.episode, self.t = self.episode + done, self.t * ~done
@@ -167,3 +172,46 @@ class ManiSkillEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> Any:
         *values, last, has_ends = self.numbered.advance(actions)
         return (*values, {"final_observation": last, "elapsed_steps": self.numbered.t} if has_ends else {})
+
+
+class VmasEnv:
+    """VMAS's `Environment` over numbered tensors: lists of what its agents have, no reset of itself, in-place writers.
+
+    The agents of an environment see the same numbers, and are rewarded for their own actions.
+    """
+
+    terminated_truncated, max_steps, n_agents = True, 9, 2
+
+    def __init__(self, numbered: NumberedTensors, *, spaces: Any = (OBSERVATIONS, OBSERVATIONS)) -> None:
+        self.numbered, self.num_envs, self.device = numbered, numbered.num_envs, numbered.device
+        self.agents = [SimpleNamespace(name=f"agent_{number}") for number in range(self.n_agents)]
+        self.observation_space, self.action_space = gym.spaces.Tuple(spaces), gym.spaces.Tuple([ACTIONS, ACTIONS])
+
+    def reset(self, *, seed: int | None = None) -> list[Tensor]:
+        numbered = self.numbered
+        if seed is None:
+            numbered.episode, numbered.t = numbered.episode + 1, numbered.t * 0
+        else:
+            numbered.reset(seed=seed)
+        return self._look()
+
+    def reset_at(self, index: int, *, return_observations: bool) -> None:
+        self.numbered.episode[index] += 1
+        self.numbered.t[index] = 0
+
+    def get_from_scenario(self, *, get_observations: bool, **others: bool) -> list[Any]:
+        assert not any(others.values())
+        return [self._look()]
+
+    def step(self, actions: list[Tensor]) -> tuple[Any, ...]:
+        now = self.numbered
+        now.actions.append(torch.stack(actions, 1).flatten(0, 1))
+        now.t = now.t + 1
+        rewards = [now.t + each[:, 0] / 8 for each in actions]
+        for each in actions:
+            each.zero_()
+        done, is_odd = now.t == now.lengths_now(), now.episode % 2 == 1
+        return self._look(), rewards, done & ~is_odd, done & is_odd, [{"t": now.t}, {"t": now.t}]
+
+    def _look(self) -> list[Tensor]:
+        return [self.numbered.look(), self.numbered.look()]

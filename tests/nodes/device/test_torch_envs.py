@@ -1,13 +1,17 @@
 """`TorchEnvs` gives of each form what gymnasium's own loop gives of the same numbers, as arrays and as tensors."""
 
+import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from extras import needs
 from fragment_equality import assert_alike
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -21,6 +25,7 @@ from tensor_envs import (
     ManiSkillEnv,
     NumberedTensors,
     RslRlEnv,
+    VmasEnv,
     drawn_rollouts,
     of_arrays,
 )
@@ -30,6 +35,7 @@ from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.stepping import seeds_for
 from rollflow.stream import EnvError
 
+PAGE = Path(__file__).parents[3] / "docs/how_to/on_a_device.md"
 torch_envs = partial(TorchEnvs, allow_host_copies=True)
 FORMS: Mapping[str, Callable[[NumberedTensors], TorchEnvs]] = {
     "plain": lambda numbered: torch_envs(numbered, observation_space=OBSERVATIONS, action_space=ACTIONS),
@@ -38,6 +44,7 @@ FORMS: Mapping[str, Callable[[NumberedTensors], TorchEnvs]] = {
     "rsl_rl without groups": lambda numbered: torch_envs(RslRlEnv(numbered, form="tensor")),
     "rsl_rl in pairs": lambda numbered: torch_envs(RslRlEnv(numbered, form="pair"), group="policy"),
 }
+VMAS = {"VMAS": lambda numbered: torch_envs(VmasEnv(numbered))}  # whose flags are read in each step
 
 
 class NumberedSlot(gym.Env[Any, Any]):
@@ -69,7 +76,7 @@ def fragments_of(env: Any, **options: Any) -> list[Any]:
         return list(rollout.fragments())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *VMAS])
 @settings(max_examples=examples(60))
 @drawn_rollouts
 def test_a_rollout_records_what_the_environment_numbered(
@@ -77,13 +84,56 @@ def test_a_rollout_records_what_the_environment_numbered(
 ) -> None:
     """Buffers that are written over, ends in every slot, last observations given and not."""
     numbered = NumberedTensors(num_envs, lengths=lengths, gives_final=gives_final)
-    ours = fragments_of(FORMS[form](numbered), seed=seed, **options)
-    knows_last = form == "VectorEnv" or (form == "plain" and gives_final)
-    first = seeds_for(seed, 0, 1)[0] % 8
-    slots = [partial(NumberedSlot, slot, first, lengths, knows_last) for slot in range(num_envs)]
+    env = (FORMS | VMAS)[form](numbered)
+    ours = fragments_of(env, seed=seed, **options)
+    knows_last = form in ("VectorEnv", "VMAS") or (form == "plain" and gives_final)
+    first, agents = seeds_for(seed, 0, 1)[0] % 8, env.num_agents
+    slots = [partial(NumberedSlot, slot // agents, first, lengths, knows_last) for slot in range(num_envs * agents)]
     assert_alike(ours, fragments_of(slots, lanes=1, seed=seed, **options))
     recorded = np.concatenate([fragment.column(Columns.ACTIONS) for fragment in ours])
     np.testing.assert_array_equal(torch.stack(numbered.actions).numpy(), recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("continuous", [True, False])
+def test_vmas_is_stepped_as_by_a_loop(continuous: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Ends in single environments, and at the time limit in all of them; the page's program runs."""
+    monkeypatch.setitem(sys.modules, "gym", gym)  # of which VMAS takes the spaces; it has no wheel
+    options: dict[str, Any] = {"continuous_actions": continuous, "max_steps": 30, "terminated_truncated": True}
+    made = [needs("vmas").make_env(scenario="balance", num_envs=4, seed=0, **options) for _ in range(2)]
+    drawn = torch.rand(80, 4, 3, 2, generator=torch.Generator().manual_seed(0))
+    actions = drawn * 2 - 1 if continuous else (drawn[..., 0] * 9).long()
+
+    def stack(parts: Any) -> torch.Tensor:
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    seen, ends = [stack(made[0].reset(seed=5))], [0]
+    made[0].steps += torch.arange(4) // 2 * 7  # so that two of them end, and then the others
+    for each in actions:
+        last, rewards, terminated, truncated, _ = made[0].step(list(each.clone().unbind(1)))
+        now = [part.clone() for part in last]
+        ended = (terminated | truncated).nonzero()[:, 0].tolist()
+        fresh, ends = made[0].reset() if len(ended) == 4 else None, [*ends, len(ended)]
+        for index in ended:
+            for part, new in zip(now, fresh or made[0].reset_at(index), strict=True):
+                part[index] = new[index]
+        seen.append((stack(now), stack(rewards), stack([terminated] * 3), stack([truncated] * 3), stack(last)))
+    env = TorchEnvs(made[1])
+    assert torch.equal(env.reset_tensors([5])[0], seen[0])
+    made[1].steps += torch.arange(4) // 2 * 7
+    for each, (now, rewards, terminated, truncated, last) in zip(actions, seen[1:], strict=True):
+        ours = env.step_tensors(each.flatten(0, 1))
+        same = zip(ours[:4], (now, rewards, terminated, truncated), strict=True)
+        assert all(torch.equal(one, other) for one, other in same)
+        assert ours.final is None or torch.equal(ours.final[0], last)
+        assert (ours.final is None) == (not (terminated | truncated).any())
+    assert {0, 2} <= set(ends)
+    program, printed = re.findall(
+        r"```python with=vmas\n(.*?)```\n\n```text output\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )[0]
+    exec(program, {})
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("time_outs", ["given", "missing", "more"])
@@ -110,6 +160,18 @@ def test_a_step_of_tensors_reads_nothing_from_the_device(form: str) -> None:
     stepped = env.step_tensors(torch.zeros(4, 2, device="meta"))
     assert {each.dtype for each in (stepped.terminateds, stepped.truncateds)} == {torch.bool}
     assert env.device == torch.device("meta")
+
+
+def test_agents_of_vmas_are_read_once_a_step_and_ended_together() -> None:
+    env = VMAS["VMAS"](NumberedTensors(3))
+    env.reset_tensors([3])
+    with counting_reads() as reads:
+        steps = [env.step_tensors(torch.zeros(6, 2)) for _ in range(8)]
+    assert (reads, env.num_envs, env.num_agents) == (["numpy"] * 8, 6, 2)
+    for each in steps:
+        assert torch.equal(each.terminateds[::2], each.terminateds[1::2])
+        assert torch.equal(each.observations[::2], each.observations[1::2])
+    assert env.last_extras["agents"].keys() == {"agent_0", "agent_1"}
 
 
 def test_advantages_are_those_of_rsl_rls_formula() -> None:
@@ -302,6 +364,10 @@ def test_an_environment_may_give_no_extras() -> None:
     assert env.last_extras == {}
 
 
+class Limited(VmasEnv):
+    terminated_truncated = False
+
+
 class FiveValues(RslRlEnv):
     def step(self, actions: torch.Tensor) -> tuple[Any, ...]:
         return (None, *super().step(actions))
@@ -324,6 +390,14 @@ class FiveValues(RslRlEnv):
             "expected a tensor; an environment of arrays goes to Rollout without TorchEnvs",
         ),
         (lambda: TorchEnvs(Plain(ROW), group=["policy"]), r"group is \['policy'\], expected the name of one"),  # type: ignore[arg-type]
+        (
+            lambda: TorchEnvs(VmasEnv(NumberedTensors(2), spaces=(OBSERVATIONS, ACTIONS))),
+            r"agents have different spaces, .* agent_0: Box\(.*\(3,\), float32\) and Box.*; agent_1: Box\(.*\(2,\)",
+        ),
+        (
+            lambda: TorchEnvs(Limited(NumberedTensors(2))),
+            r"with max_steps=9, .*make_env\(…, terminated_truncated=True\)",
+        ),
         (lambda: TorchEnvs("CartPole-v1"), r"env is 'CartPole-v1', expected an environment of tensors"),
         (lambda: TorchEnvs(NextStep(NumberedTensors(2))), r"is AutoresetMode.NEXT_STEP, expected AutoresetMode.SAME"),
         (lambda: TorchEnvs(Plain(ROW)), r"action_space is None, expected the gymnasium.Space"),
