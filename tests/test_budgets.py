@@ -35,14 +35,14 @@ BUDGETS = {  # folder -> code lines, classes
         11,
     ),  # environments of tensors, with checks of their own; columns on a device; faults on a device; in JAX; VMAS
     "nodes/env": (1996, 26),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
-    "nodes/env/remote": (1668, 18),  # hosts of another version refused
-    "nodes/env/workers": (1819, 31),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
+    "nodes/env/remote": (1659, 18),  # hosts of another version refused
+    "nodes/env/workers": (1764, 30),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
     "nodes/metrics": (583, 11),  # columns on a device
     "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over dicts; faults on a device
-    "nodes/offloaded": (1626, 28),
+    "nodes/offloaded": (1616, 26),
     "nodes/policies": (2478, 16),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
     "nodes/stages": (2008, 23),  # columns and faults on a device; lanes that stop, or run ahead; inference mode

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import become_worker
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import RollflowError
@@ -22,15 +21,13 @@ def main(life: int, fds: list[int]) -> None:
 
     life    pipe at whose end this process ends
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
-    end_with_parent(life)
+    become_worker("rollflow-host", life)
     orders, output = fds
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
     for written in (sys.stdout, sys.stderr):
         written.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    become_worker("rollflow-host")
     with socket.socket(fileno=orders) as sock:
         order, [call], *_ = socket.recv_fds(sock, _MOST_BYTES, 1)
     size, name = pickle.loads(order)

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollflow.nodes.env.remote.gateway import HostEvent, RemoteHost
 from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
@@ -16,22 +17,9 @@ from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSetti
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.socket_loop import quoted
-from rollflow.stream.wire import Cut, Failed, GatewayConnection, Settings, States, Turn, Weights
+from rollflow.stream.wire import Cut, Failed, Settings, States, Turn, Weights
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Stock:
-    """Messages that a host has got through a connection.
-
-    versions    module id -> version of the weights that it has
-    """
-
-    connection: GatewayConnection
-    has_settings: bool = False
-    states: States | None = None
-    versions: dict[Any, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -119,7 +107,6 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
         self._settings: Settings | None = None  # None: the rollout has not begun
-        self._stocks: dict[bytes, _Stock] = {}  # by the token of the host's session
         super().__init__(env, **options)
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -130,9 +117,8 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
         yield from super().completed()
-        for token, stock in list(self._stocks.items()):
-            host = self.gateway.hosts.get(token)
-            if host is not None and any(self.lacking(stock.versions)):
+        for host in list(self.gateway.hosts.values()):
+            if host.told and any(self.lacking(host.told)):
                 self._equip(host)
 
     def hasten(self) -> None:
@@ -175,8 +161,6 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
                 self._equip(event.host)
                 if self.is_draining:
                     self._cut(self.lanes_of(event.host))
-            case "left":
-                self._stocks.pop(event.host.session.token, None)
 
     def take(self, remote: Any, answer: Any) -> Iterator[Any]:
         where, report = f"fragment {answer.number} of lane {remote.index}", answer.rest
@@ -228,21 +212,18 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
 
         is_urgent    also while much is still on its way to it
         """
-        gateway, connection = self.gateway, host.connection
-        settings = self._begun_settings()
-        stock = self._stocks.get(host.session.token)
-        if stock is None or stock.connection is not connection:
-            stock = self._stocks[host.session.token] = _Stock(connection)
-        if not stock.has_settings:
-            stock.has_settings = gateway.tell(host, settings, connection)
-        elif gateway.is_behind(host) and not is_urgent:
+        tell = partial(self.gateway.tell, host, through=host.connection)
+        settings, states, told = self._begun_settings(), self.states, host.told
+        if Settings not in told:
+            if tell(settings):
+                told[Settings] = settings
+        elif self.gateway.is_behind(host) and not is_urgent:
             return  # it has some to go on with, and gets the newest once those have arrived
-        states = self.states
-        if states is not stock.states and states is not None and gateway.tell(host, states, connection):
-            stock.states = states
-        for module_id, version, weights in self.lacking(stock.versions):
-            if gateway.tell(host, weights, connection):
-                stock.versions[module_id] = version
+        if states is not None and states is not told.get(States) and tell(states):
+            told[States] = states
+        for module_id, version, weights in self.lacking(told):
+            if tell(weights):
+                told[module_id] = version
 
     def _begun_settings(self) -> Settings:
         """The rollout's settings; when it begins, the first weights are published where none were."""

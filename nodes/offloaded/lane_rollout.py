@@ -9,7 +9,7 @@ from rollflow.nodes.env.environments import ONE_AGENT, SEVERAL_AGENTS
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import nothing
-from rollflow.nodes.env.workers.lane_supervisor import RaisedError
+from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.stages.acting import Acting
@@ -114,7 +114,7 @@ class LaneRollout:
         [self.lane] = environments.lanes
         self._where = f"lane {self.lane.index}, " if has_one else ""
         self._prepare, forward, act = acting.stages(environments, plan.how, self._metrics)
-        first: Any = _FirstNoted(forward, self._turns.end_first, began)
+        first = _first_noted(forward, self._turns.end_first, began)
         self._run = InlineRun(ring_of(environments, self._prepare, first, act, self._turns), mark=mark)
         self._calls: dict[str, list[Any]] = {}
         self._calls_due = 0
@@ -204,29 +204,29 @@ def is_of_environment(error: Exception) -> bool:
     return "in node 'env'" in getattr(error, "__notes__", ()) and not isinstance(error, RollflowError)
 
 
-class _FirstNoted:
-    """The node of forward passes, which reports the end of the first.
+def _first_noted(
+    forward: Callable[[Any], Any], ended: Callable[[], None], began: Callable[[], None]
+) -> Callable[[Any], Any]:
+    """The node of forward passes, which reports the first.
 
-    forward    does the passes
-    ended      called once the first has ended, also where it raises
-    began      called once it is done
+    ended    called once it has ended, also where it raises
+    began    called once it is done
     """
+    is_first = True
 
-    def __init__(self, forward: Callable[[Any], Any], ended: Callable[[], None], began: Callable[[], None]) -> None:
-        self._forward, self._ended = forward, ended
-        self._began: Callable[[], None] | None = began
-
-    def __call__(self, batches: Any) -> Any:
-        """Do the passes of a lane's step."""
-        if self._began is None:
-            return self._forward(batches)
+    def passed(batches: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            return forward(batches)
         try:
-            output = self._forward(batches)
+            output = forward(batches)
         finally:
-            self._ended()
-        self._began()
-        self._began = None
+            ended()
+        began()
+        is_first = False
         return output
+
+    return passed
 
 
 class _Turns:

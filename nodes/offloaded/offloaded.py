@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.env.environments import SeveralAgents
 from rollflow.nodes.env.lane_source import LaneSource
-from rollflow.nodes.env.workers.lane_supervisor import RaisedError
+from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, check_form, form_of, fragment_of, spaces_seen
 from rollflow.nodes.offloaded.lane_rollout import Published

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
 from rollflow.nodes.env.workers.worker_process import pickled
@@ -206,7 +206,7 @@ class RolloutLink(LaneLink):
     @property
     def has_made_steps(self) -> bool:
         """True once its environments have made a step."""
-        return self.steps + self.unreported > 0
+        return self.has_stepped or self.steps + self.unreported > 0
 
     @property
     def has_no_step(self) -> bool:

@@ -20,8 +20,7 @@ import cloudpickle
 import torch
 
 from rollflow.nodes.argument_checks import check_keywords, check_numbers, checking_keywords
-from rollflow.nodes.env.workers.lane_server import end_with_parent
-from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count
+from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_with_parent
 from rollflow.sinks.trainer.stream import PLACES, TrainerStream
 from rollflow.stream.data.errors import RunError, shown
 from rollflow.stream.net import backoff

@@ -19,7 +19,7 @@ from remote_hosts import BrokenWire, RawHost, hosting, listening
 
 from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.stream.wire import ConnectionBroken, Fragment as Answer, Limits, Reset, Turn, Welcome
 
 Taken = TypeVar("Taken")

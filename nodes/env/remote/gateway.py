@@ -59,6 +59,7 @@ class RemoteHost:
     reminder      when to log again that it is waited for
     has_place     whether it is one of the first, or has taken a lost host's place: it takes no other
     has_drained   whether it has left with nothing under way: it has made no step that it has not given
+    told          what it has been told through its connection, as the node keeps it
     """
 
     name: str
@@ -73,6 +74,7 @@ class RemoteHost:
     reminder: WaitReminder = field(default_factory=WaitReminder)
     has_place: bool = False
     has_drained: bool = False
+    told: dict[Any, Any] = field(default_factory=dict)
 
 
 class HostEvent(NamedTuple):
@@ -142,7 +144,7 @@ class Registry:
     def take_back(self, host: RemoteHost, connection: wire.GatewayConnection, now: float) -> None:
         """Note that a host has another connection."""
         gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
-        host.connection, host.lost_at, host.is_away = connection, None, False
+        host.connection, host.lost_at, host.is_away, host.told = connection, None, False, {}
         self.news.append(HostEvent("reconnected", host))
         logger.warning("host %s is connected again%s", host.name, gone)
 

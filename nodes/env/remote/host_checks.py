@@ -27,32 +27,38 @@ class ProtocolViolation(Exception):
 
 
 class RawConnection(ClosedOnExit):
-    """Connection with a host after its handshake, frame by frame: what is sent need not be right.
+    """Connection with a host after its handshake, as a gateway has it, and frame by frame: what is sent may be wrong.
 
     opened        gives a new connection to the host
     secret        shared by both; None: there is none
     patience_s    how long an answer may take
-    session       that goes on; None: a new one
+    session       that goes on, whose requests under way are asked again; None: a new one
 
-    The answer to a request that was under way when the session's last connection ended may come more than once: after
-    the welcome, and for the request that was sent again. Raises ProtocolViolation where the host does something else in
-    the handshake.
+    Raises ProtocolViolation or WireError where the host does something else in the handshake.
     """
 
     def __init__(
         self, opened: Opened, secret: bytes | None, patience_s: float, session: wire.GatewaySession | None = None
     ) -> None:
         self.secret, self._opened, self._patience_s = secret, opened, patience_s
-        self._sent_again = set() if session is None else {(each.lane, each.number) for each in session.under_way}
+        self._decoder = wire.FrameDecoder(wire.Limits().max_frame)
+        self._waiting: list[wire.Message] = []
+        self._gateway = wire.GatewayConnection(
+            software="rollflow check-host", secret=secret, limits=wire.Limits(), now=monotonic()
+        )
         self.sock = opened()
         with closing_on_error(self.close):
             self.sock.settimeout(patience_s)
-            self.session = self._shaken(session)
-        self.hello = self.session.hello
+            while not (events := self._events("the handshake")):
+                pass
+            self.hello: wire.Hello = events[0]
+            lanes = range(10, 10 + len(self.hello.slots))
+            self.session = session or wire.GatewaySession(
+                self.hello.session, self.hello, lanes, self.hello.first_slots(0)
+            )
+            self._gateway.welcome(self.session)
+            self._flush()
         self.lane = self.session.lanes[0]
-        self.form = form_of(self.hello)
-        self._decoder = wire.FrameDecoder(wire.Limits().max_frame)
-        self._waiting: list[wire.Message] = []
 
     def again(self, session: wire.GatewaySession | None = None, secret: bytes | None = None) -> "RawConnection":
         """Close this connection; another one, with a new session or one that goes on, and a secret if it is another."""
@@ -63,104 +69,49 @@ class RawConnection(ClosedOnExit):
         """Close the connection, without a goodbye."""
         self.sock.close()
 
-    def _shaken(self, session: wire.GatewaySession | None) -> wire.GatewaySession:
-        """Go through the handshake."""
-        gateway = wire.GatewayConnection(
-            software="rollflow check-host", secret=self.secret, limits=wire.Limits(), now=monotonic()
-        )
-        hello: wire.Hello | None = None
-        while hello is None:
-            data = self._data("the handshake")
-            if gateway.is_new and data and data[0] in TLS_BEGINS:
-                raise ProtocolViolation("speaks TLS, expected it not to")
-            events = gateway.receive(data, monotonic()) if data else gateway.ended()
-            self.sock.sendall(b"".join(gateway.outgoing()))
-            for event in events:
-                if isinstance(event, wire.ConnectionBroken):
-                    raise event.error
-                if isinstance(event, wire.Hello):
-                    hello = event
-        if session is None:
-            lanes = range(10, 10 + len(hello.slots))
-            session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(0))
-        gateway.welcome(session)
-        self.sock.sendall(b"".join(gateway.outgoing()))
-        return session
-
-    def _data(self, what: str) -> bytes:
-        """The next bytes; none where the other end has closed."""
-        try:
-            return self.sock.recv(1 << 16)
-        except TimeoutError:
-            raise ProtocolViolation(f"sent nothing for {self._patience_s:g} s, expected {what}") from None
-        except ConnectionError:
-            return b""
-
     @property
     def slots(self) -> int:
         """Environments of the first lane."""
         return self.session.slots_of(self.lane)
 
-    def send(self, message: wire.Message) -> None:
-        """Send a message as it is."""
-        self.sock.sendall(b"".join(wire.encode(message)))
-
-    def next(self, what: str) -> wire.Message:
-        """The next message. Raises ProtocolViolation where none comes."""
-        while not self._waiting:
-            data = self._data(what)
-            if not data:
-                raise ProtocolViolation(f"closed the connection, expected {what}")
-            self._waiting += [wire.decode(frame) for frame in self._decoder.feed(data)]
-        return self._waiting.pop(0)
-
-    def expect(self, kind: type[wire.Message], what: str) -> Any:
-        """The next message, of this kind. Raises ProtocolViolation for another."""
-        message = self.next(what)
-        if not isinstance(message, kind):
-            raise ProtocolViolation(f"sent {shown(message)}, expected {what}")
-        return message
+    # As a gateway has it: what comes is checked
 
     def ask(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
-        """Send a valid request: its answer. Raises ProtocolViolation where that fails, or does not fit."""
+        """Send a valid request: its answer. Raises WireError or ProtocolViolation where that fails, or does not fit."""
         self.put(request)
         return self.answers_to([request])[0]
 
     def put(self, request: wire.Reset | wire.Step) -> None:
         """Send a valid request, whose answer is waited for from now on."""
-        self.session.ask(request)
-        self.send(request)
+        self._gateway.ask(request)
+        self._flush()
 
     def answers_to(self, requests: Sequence[wire.Reset | wire.Step], how: str = "") -> list[wire.Rows | wire.AgentRows]:
-        """The next messages as the answers to these, in any order; one that came before and may come again is dropped.
+        """The answers to these, in any order.
 
         how    the requests came, for errors
         """
-        kind: Any = wire.AgentRows if self.hello.role == "agents" else wire.Rows
         left = {(request.lane, request.number): request for request in requests}
-        answers = []
+        answers: list[Any] = []
         while left:
             lanes = f"each of lanes {[lane for lane, _ in left]}, {how}"
-            expected = f"{kind.kind} for {lanes if how else f'{requests[0].kind} {requests[0].number}'}"
-            answer = self.expect(kind | wire.Failed, expected)
-            request = left.pop((answer.lane, answer.number), None)
-            if request is not None:
+            kind = "agent_rows" if self.hello.role == "agents" else "rows"
+            expected = f"{kind} for {lanes if how else f'{requests[0].kind} {requests[0].number}'}"
+            for answer in self._events(expected):
+                if not isinstance(answer, wire.Rows | wire.AgentRows | wire.Failed):
+                    raise ProtocolViolation(f"sent {shown(answer)}, expected {expected}")
+                request = left.pop((answer.lane, answer.number))
                 if isinstance(answer, wire.Failed):
                     failure = f"{answer.type}: {answer.text}"
                     raise ProtocolViolation(
                         f"failed at {request.kind} {request.number}: {failure}, expected {expected}"
                     )
-                answers.append(self.form.check_rows(answer, request, self.session.slots_of(request.lane)))
-                if self.session.asked(answer) is not None:
-                    self.session.take(answers[-1])
-            elif (answer.lane, answer.number) not in self._sent_again or self.session.asked(answer) is not None:
-                raise ProtocolViolation(f"sent {shown(answer)} of lane {answer.lane}, expected {expected}")
+                answers.append(answer)
         return answers
 
-    def reset(self, seed: int = 1, lane: int | None = None) -> wire.Rows | wire.AgentRows:
-        """Reset a lane with seeds."""
-        lane = self.lane if lane is None else lane
-        return self.ask(self.reset_request(seed, lane))
+    def reset(self, seed: int = 1) -> wire.Rows | wire.AgentRows:
+        """Reset the first lane with seeds."""
+        return self.ask(self.reset_request(seed, self.lane))
 
     def reset_request(self, seed: int, lane: int) -> wire.Reset:
         """Request for the reset of a lane with seeds."""
@@ -176,22 +127,51 @@ class RawConnection(ClosedOnExit):
         number, turns = self.session.next_number(self.lane), self.session.turns_of(self.lane)
         if turns is None:
             return wire.Step(self.lane, number, actions)
-        acting = turns.acting
         theirs = [
-            map_tree(lambda leaf, slots=slots: leaf[slots], part) for part, slots in zip(actions, acting, strict=True)
+            map_tree(lambda leaf, slots=slots: leaf[slots], part)
+            for part, slots in zip(actions, turns.acting, strict=True)
         ]
-        return wire.Step(self.lane, number, theirs, acting)
+        return wire.Step(self.lane, number, theirs, turns.acting)
 
     def actions(self, count: int) -> list[Tree]:
         """So many actions for all slots of the first lane, and all their agents, the same for every run."""
-        if isinstance(self.form, wire.AgentForm):
-            sizes = [self.slots * size for size in self.form.sizes]
-            parts = [batch_space(space, size) for space, size in zip(self.form.action_spaces, sizes, strict=True)]
-            space: gym.Space[Any] = gym.spaces.Tuple(parts)
+        form = form_of(self.hello)
+        if isinstance(form, wire.AgentForm):
+            parts = zip(form.action_spaces, form.sizes, strict=True)
+            space: gym.Space[Any] = gym.spaces.Tuple([batch_space(part, self.slots * size) for part, size in parts])
         else:
             space = batch_space(space_of(dict(self.hello.action_space)), self.slots)
         space.seed(7)
         return [space.sample() for _ in range(count)]
+
+    def _events(self, what: str) -> list[Any]:
+        data = self._data(what)
+        if self._gateway.is_new and data[0] in TLS_BEGINS:
+            raise ProtocolViolation("speaks TLS, expected it not to")
+        events = self._gateway.receive(data, monotonic())
+        self._flush()
+        for event in events:
+            if isinstance(event, wire.ConnectionBroken):
+                raise event.error
+        return events
+
+    def _flush(self) -> None:
+        self.sock.sendall(b"".join(self._gateway.outgoing()))
+
+    # Frame by frame
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message as it is."""
+        self.sock.sendall(b"".join(wire.encode(message)))
+
+    def expect(self, kind: type[wire.Message], what: str) -> Any:
+        """The next message, of this kind. Raises ProtocolViolation for another, and where none comes."""
+        while not self._waiting:
+            self._waiting += [wire.decode(frame) for frame in self._decoder.feed(self._data(what))]
+        message = self._waiting.pop(0)
+        if not isinstance(message, kind):
+            raise ProtocolViolation(f"sent {shown(message)}, expected {what}")
+        return message
 
     def refused(self, code: str, why: str) -> None:
         """Expect the host to refuse with this code and to close. Raises ProtocolViolation where it does not."""
@@ -202,10 +182,28 @@ class RawConnection(ClosedOnExit):
             )
         self.closed(f"the connection closed after {why}")
 
-    def closed(self, what: str) -> None:
-        """Expect the host to close the connection. Raises ProtocolViolation where it does not."""
-        if self._waiting or self._data(what):
-            raise ProtocolViolation(f"sent more, expected {what}")
+    def closed(self, what: str, last: type[wire.Message] | None = None) -> None:
+        """Expect the host to close the connection. Raises ProtocolViolation where it does not.
+
+        last    message that it may say before
+        """
+        while not self._waiting and (data := self._data(what, may_end=True)):
+            said = [wire.decode(frame) for frame in self._decoder.feed(data)]
+            self._waiting += [message for message in said if last is None or not isinstance(message, last)]
+        if self._waiting:
+            raise ProtocolViolation(f"sent {shown(self._waiting[0])}, expected {what}")
+
+    def _data(self, what: str, *, may_end: bool = False) -> bytes:
+        """The next bytes; none where the other end has closed, if it may."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except TimeoutError:
+            raise ProtocolViolation(f"sent nothing for {self._patience_s:g} s, expected {what}") from None
+        except ConnectionError:
+            data = b""
+        if not data and not may_end:
+            raise ProtocolViolation(f"closed the connection, expected {what}")
+        return data
 
 
 def shown(message: wire.Message) -> str:
@@ -279,7 +277,7 @@ def _answers_again(host: RawConnection) -> None:
     request = host.step_request(first)
     rows = host.ask(request)
     host.send(request)
-    if not _same(host.answers_to([request])[0], rows):
+    if not _same(host.expect(type(rows), f"the answer to step {request.number} again"), rows):
         raise ProtocolViolation(
             f"answered step {request.number} with something else the second time, expected the same"
         )
@@ -353,13 +351,7 @@ def _refuses_noise(host: RawConnection) -> None:
 def _says_goodbye(host: RawConnection) -> None:
     host.reset()
     host.send(wire.Goodbye("checked"))
-    try:
-        message = host.next("a goodbye, or the end")
-    except ProtocolViolation:
-        return
-    if not isinstance(message, wire.Goodbye):
-        raise ProtocolViolation(f"sent {shown(message)}, expected a goodbye or the end")
-    host.closed("the end after goodbye")
+    host.closed("the end after goodbye", wire.Goodbye)
 
 
 def _keeps_turns(host: RawConnection) -> None:
@@ -368,7 +360,8 @@ def _keeps_turns(host: RawConnection) -> None:
     nobody = tuple(np.zeros(0, np.int64) for _ in request.actions)
     none = [map_tree(lambda leaf: leaf[:0], part) for part in request.actions]
     request = replace(request, agent_slots=nobody, actions=none)
-    host.put(request)
+    host.session.ask(request)
+    host.send(request)
     host.session.take(host.expect(wire.Failed, "failed, after a step in which nobody acts"))
     host.reset()
 

@@ -11,7 +11,7 @@ from typing import Any
 from rollflow.nodes.env.environments import EnvKind
 from rollflow.nodes.env.remote.gateway import Gateway, HostEvent, RemoteHost
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus, RaisedError
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark, call_under_way

@@ -9,7 +9,7 @@ from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
 from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import noted
 from rollflow.stream.data.tree import map_tree

@@ -5,11 +5,8 @@ shared memory and what the environments answer is written to it; see `frames` fo
 """
 
 import logging
-import os
 import pickle
-import select
 import selectors
-import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -23,7 +20,7 @@ from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, takes_one_seed
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame_with, lane_block, receive_frame
-from rollflow.nodes.env.workers.lane_supervisor import RaisedError
+from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.env.workers.stand_ins import description_of
 from rollflow.nodes.env.workers.watch import ActivityFlag
 from rollflow.nodes.env.workers.worker_process import become_worker
@@ -32,10 +29,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.packing import pack, unpack
-from rollflow.stream.data.system import system_module
 from rollflow.stream.data.tree import map_tree
-
-fcntl = system_module("fcntl")
 
 logger = logging.getLogger(__name__)
 
@@ -203,34 +197,12 @@ def failure(error: Exception, **more: Any) -> bytes:
     return frame_with(FrameKind.FAILED, pack(RaisedError.of(error)._asdict() | more))
 
 
-def end_with_parent(fd: int) -> None:
-    """End this process's group when the other end of a pipe is closed, whatever it is doing then.
-
-    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
-    environments have forked as well. On Linux it is SIGKILL, which ends a process that is stopped too.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
-    if hasattr(fcntl, "F_SETSIG"):
-        ending: int = signal.SIGKILL
-        fcntl.fcntl(fd, fcntl.F_SETSIG, ending)
-    else:
-        ending = signal.SIGIO
-        signal.signal(ending, signal.SIG_DFL)  # to be killed by it
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(fd, 0)
-    if poll.poll(0):  # it was closed before anybody was asked to tell
-        os.killpg(0, ending)
-
-
 def main(life: int, lanes: Sequence[int], kind: type[LaneServer] = LaneServer) -> None:
     """Serve the lanes whose sockets have these descriptors, in this thread, for as long as the pipe `life` is open.
 
     It is the process's main thread, which some environments want: asyncio, signals, OpenGL. Lanes take turns in it.
     """
-    become_worker("rollflow-worker")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
-    end_with_parent(life)
+    become_worker("rollflow-worker", life)
     servers = [kind(socket.socket(fileno=fd)) for fd in lanes]
     if len(servers) > 1:
         _take_turns(servers)

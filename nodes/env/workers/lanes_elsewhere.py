@@ -4,42 +4,63 @@ import abc
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
 from rollflow.nodes.env.lane_source import LaneSource
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneSupervisor
-from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.nodes.env.workers.lane_status import MAX_FAILURES, LanePhase, LaneStatus
+from rollflow.nodes.env.workers.watch import ProgressMark, ProgressWatch
 from rollflow.stream.data.closing import closing_on_error
+from rollflow.stream.data.errors import EnvError
 from rollflow.stream.net import backoff
-from rollflow.stream.observe.waits import Wait
+from rollflow.stream.net.backoff import pause_s
+from rollflow.stream.observe.waits import LastError, Wait
 
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
 
 
-class LanesElsewhere(LaneSupervisor, LaneSource):
+class LanesElsewhere(LaneSource):
     """A node whose lanes step elsewhere: it hands them over, takes them back, and begins those anew that are lost.
 
     Subclasses say where lanes step and how they are asked, heard and lost.
 
-    late_suffix             what a step's time includes, in the texts of late lanes
-    steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
+        step_timeout, reset_timeout    seconds until a lane is late; None: never. See `ProgressWatch`
+
+        late_suffix             what a step's time includes, in the texts of late lanes
+        steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
+
+        remotes            lanes, by number
+        deadlines          of the lanes that are waited for
+        in_flight          lanes that are waited for, and whatever else is
+        lost_steps         transitions that were under way when their lanes were lost
+        set_aside_texts    of every lane that was lost too many times in a row: a sentence that says so, and why
+        is_draining        True once no more steps are asked for: then no lane begins anew
+
+    Each loss in a row doubles the pause before the lane begins anew; vector steps of a whole fragment forgive them.
     """
 
     late_suffix = ""
     steps_while_draining = True
-    is_closed = False
+    is_closed = is_draining = False
+    in_flight = lost_steps = 0
 
-    def __init__(self, env: Any, **options: Any) -> None:
+    def __init__(
+        self, env: Any, *, step_timeout: float | None = 60.0, reset_timeout: float | None = 120.0, **options: Any
+    ) -> None:
+        self.remotes: list[Any] = []
+        self.set_aside_texts: list[str] = []
+        self.reset_timeout = reset_timeout
+        self._lost: dict[int, LaneStatus] = {}  # those that are LOST
         self._leaving: deque[Any] = deque()  # lanes that were set aside while they were elsewhere in the ring
         itself: Any = weakref.proxy(self)  # which this function is held by
-        times = {name: options.pop(name) for name in ("step_timeout", "reset_timeout") if name in options}
-        LaneSupervisor.__init__(self, lambda lane: itself.progress(lane), suffix=self.late_suffix, **times)
+        self.deadlines = ProgressWatch(
+            step_timeout, reset_timeout, lambda lane: itself.progress(lane), suffix=self.late_suffix
+        )
         with closing_on_error(self._end):
-            super(LaneSupervisor, self).__init__(env, **options)
+            super().__init__(env, **options)
 
     def start(self) -> Iterator[Any]:
         """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
@@ -113,6 +134,119 @@ class LanesElsewhere(LaneSupervisor, LaneSource):
             self._end()
         finally:
             super().close()
+
+    @property
+    def report_notes(self) -> Sequence[str]:
+        """Sentences about lanes that were set aside, and why. From any thread."""
+        return tuple(self.set_aside_texts)
+
+    @property
+    def last_error(self) -> LastError | None:
+        """Why a lane was lost, or late, last; None: none ever was. From any thread."""
+        lane = max(self.remotes[:], key=lambda each: each.noted_at, default=None)
+        if lane is None or not lane.reason:
+            return None
+        return LastError(f"lane {lane.index}: {lane.reason}", backoff.times.clock() - lane.noted_at)
+
+    # Lanes that come and go
+
+    def wait_for(self, status: LaneStatus) -> None:
+        """Put a lane in flight: it has been handed over."""
+        assert not status.is_waited
+        self.in_flight += 1
+        status.is_waited = True
+
+    def begin(self, status: LaneStatus, phase: LanePhase) -> None:
+        """Have a lane's environments be at something new, and have its time begin."""
+        if status.phase is LanePhase.LOST:
+            del self._lost[status.index]
+        status.phase = phase
+        self.watch(status)
+
+    def watch(self, status: LaneStatus) -> None:
+        """Have a lane's time begin, or begin again, where the lane is waited for and not lost."""
+        if status.is_waited and status.phase is not LanePhase.LOST:
+            self.deadlines.begin(status.index)
+
+    def come_back(self, status: LaneStatus) -> Any:
+        """Take a lane out of flight: what goes on in the ring."""
+        assert status.is_waited
+        self.in_flight -= 1
+        status.is_waited = False
+        self.deadlines.end(status.index)
+        return status.lane
+
+    def give_back(self, status: LaneStatus) -> None:
+        """Take a lane out of flight for good: it goes on in the ring once more, and never begins anew."""
+        self.set_aside(status)
+        if status.is_waited:
+            self.come_back(status)
+
+    # Counted losses
+
+    def fail(self, status: LaneStatus) -> None:
+        """Count a loss: the lane is to begin anew after a pause, or, after too many in a row, never."""
+        status.failures += 1
+        status.whole_steps = 0
+        self.deadlines.end(status.index)
+        if status.failures > MAX_FAILURES:
+            self.set_aside(status)
+            text = f"lane {status.index} is set aside, lost {status.failures} times in a row: {status.reason}"
+            self.set_aside_texts.append(text)
+            return
+        status.phase = LanePhase.LOST
+        status.due = backoff.times.clock() + pause_s(status.failures, backoff.times.worker_pause_s)
+        self._lost[status.index] = status
+
+    def set_aside(self, status: LaneStatus) -> None:
+        """Have a lane never begin anew."""
+        self._lost.pop(status.index, None)
+        self.deadlines.end(status.index)
+        status.phase = LanePhase.ASIDE
+
+    # Time
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is to be looked at or begins anew; None where there is none."""
+        left = self.deadlines.left
+        if self._lost and not self.is_draining:
+            begins = max(0.0, min(status.due for status in self._lost.values()) - backoff.times.clock())
+            left = begins if left is None else min(left, begins)
+        return left
+
+    def due(self) -> Iterator[LaneStatus]:
+        """Lost lanes whose pause is over; none while the rollout is drained. To begin one may begin others with it."""
+        if not self._lost or self.is_draining:
+            return
+        now = backoff.times.clock()
+        for status in list(self._lost.values()):
+            if status.phase is LanePhase.LOST and status.due <= now:
+                yield status
+
+    # Errors that end the run
+
+    def check_first_errors(self) -> None:
+        """Raise EnvError where the environments of every lane have raised before they made a step: no accident.
+
+        Lanes that were set aside without a loss of their own, as those of hosts that left, don't count.
+        """
+        lanes = [each for each in self.remotes if each.failures or each.raised or each.phase is not LanePhase.ASIDE]
+        raised = [(each.index, each.raised) for each in lanes if each.raised is not None and not each.has_made_steps]
+        if self.is_draining or len(raised) < len(lanes) or any(each.has_made_steps for each in self.remotes):
+            return
+        reasons = "; ".join(f"lane {index}: {first.type}: {first.text}" for index, first in raised)
+        error = EnvError(f"the environments of every lane raised before they had made a step: {reasons}")
+        raised[0][1].add_notes_to(error, raised[0][0])
+        raise error
+
+    def check_any_left(self) -> None:
+        """Raise EnvError where every lane has been set aside."""
+        if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.remotes):
+            return
+        reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self.remotes)
+        times = MAX_FAILURES + 1
+        raise EnvError(f"every lane was lost {times} times in a row, the last time by: {reasons}").see("worker")
 
     # Losses
 

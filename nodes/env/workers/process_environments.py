@@ -5,7 +5,7 @@ from typing import Any
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, lane_block
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.data.column import Column

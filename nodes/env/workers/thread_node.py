@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import Any
 
 from rollflow.nodes.env.workers.job_thread import JobThread
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError

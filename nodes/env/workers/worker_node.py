@@ -2,7 +2,6 @@
 
 import abc
 import logging
-import os
 import select
 import selectors
 import socket
@@ -20,7 +19,7 @@ import numpy as np
 from rollflow.nodes.env.env_source import count_of, sizes_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus, RaisedError
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.nodes.env.workers.watch import COUNTER_BYTES, Activity, ActivityFlag, ProgressMark, call_under_way
@@ -31,10 +30,11 @@ from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
-from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)
+
+_ROOM_MS = 1000  # how long a frame may wait for a worker that reads none
 
 
 class LaneLink(LaneStatus, abc.ABC):
@@ -54,8 +54,6 @@ class LaneLink(LaneStatus, abc.ABC):
         super().__init__(index, LanePhase.MAKING)
         self.node: Any = node
         self.sock: socket.socket | None = None
-        self._selector: selectors.BaseSelector | None = None
-        self._kept: deque[tuple[bytes, Descriptor | None]] = deque()  # frames for which the socket has no room yet
         self._maker = pickled(maker, [(f"the environments of lane {index}", maker)])
         self._reader = FrameReader()
         self.activity = ActivityFlag()
@@ -97,11 +95,6 @@ class LaneLink(LaneStatus, abc.ABC):
         return fields
 
     @property
-    def has_made_steps(self) -> bool:
-        """True once its environments have made a step."""
-        return self.lane is not None and self.lane.vector_steps > 0
-
-    @property
     def has_no_step(self) -> bool:
         """True where the lane would have to be made or reset before it could come back with a step."""
         return self.phase is not LanePhase.STEPPING
@@ -140,14 +133,13 @@ class LaneLink(LaneStatus, abc.ABC):
         """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, handler)
-        self.sock, self._selector, self._reader = sock, selector, FrameReader()
+        self.sock, self._reader = sock, FrameReader()
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Have the socket watched no more, and drop what is still to be sent."""
+        """Have the socket watched no more."""
         if self.sock is not None:
             selector.unregister(self.sock)
-            self.sock = self._selector = None
-            self._kept.clear()
+            self.sock = None
             self.activity = ActivityFlag()
 
     def make(self) -> None:
@@ -165,37 +157,23 @@ class LaneLink(LaneStatus, abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame and its descriptor as soon as there is room. Where the worker has gone, `receive` says so."""
-        if self._kept or not self._is_sent(data, fd):
-            self._kept.append((data, None if fd < 0 else Descriptor(os.dup(fd))))
-            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
+        """Send a frame and its descriptor. Where the worker has gone, `receive` says so.
 
-    def send_kept(self) -> None:
-        """Send of what is kept as much as there is room for now."""
-        if not self._kept:
-            return
-        while self._kept:
-            data, descriptor = self._kept[0]
-            if not self._is_sent(data, -1 if descriptor is None else descriptor.fd):
-                return
-            self._kept.popleft()
-        self._watch(selectors.EVENT_READ)
-
-    def _is_sent(self, data: bytes, fd: int) -> bool:
-        """Whether there was room for a frame, which is too small to be cut, or nobody will read it."""
+        A socket without room has hundreds of frames, and a worker that reads takes them at once: one that does not has
+        its socket closed, and so is lost.
+        """
         assert self.sock is not None
         try:
             _ = self.sock.send(data) if fd < 0 else socket.send_fds(self.sock, [data], [fd])
         except BlockingIOError:
-            return False
+            room = select.poll()
+            room.register(self.sock, select.POLLOUT)
+            if room.poll(_ROOM_MS):
+                self.send(data, fd)
+            else:
+                self.sock.shutdown(socket.SHUT_RDWR)
         except (BrokenPipeError, ConnectionResetError):
             pass
-        return True
-
-    def _watch(self, events: int) -> None:
-        assert self.sock is not None
-        assert self._selector is not None
-        self._selector.modify(self.sock, events, self._selector.get_key(self.sock).data)
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
@@ -387,7 +365,6 @@ class WorkerNode(LanesElsewhere):
     # Answers
 
     def _heard_from(self, link: LaneLink) -> Iterator[Any]:
-        link.send_kept()
         frames = link.receive()
         if frames is None:
             yield from self._process_lost(link.worker)
@@ -433,8 +410,6 @@ class WorkerNode(LanesElsewhere):
             if raised.is_refusal:
                 raise refusal(raised, link)
             link.raised = raised
-            for each in self.remotes:
-                each.has_stepped |= each.has_made_steps
             self.check_first_errors()
         told = "" if raised.traceback in self._logged else f"\n{raised.traceback}"
         if told:
@@ -476,28 +451,24 @@ class WorkerNode(LanesElsewhere):
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
         """A worker's description of the environments that it has made. Raises EnvError when it could not."""
-        timeout = self.reset_timeout
+        timeout, process = self.reset_timeout, link.worker.process
+        assert process is not None
         until = None if timeout is None else backoff.times.clock() + timeout
-        while True:
+        watched: list[Any] = [link.sock, process] if process.fileno() >= 0 else [link.sock]
+        while not (frames := link.receive()):
+            if frames is None or process.has_ended(0):
+                ended = f"{process.pid} {process.ended()}"
+                raise EnvError(f"lane {link.index}: process {ended} before it had made the environments").see("worker")
             left = None if until is None else until - backoff.times.clock()
             if left is not None and left <= 0:
                 within = f"{timeout:g} s, Timeouts(reset=…), the start of their process included"
                 raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")
-            process = link.worker.process
-            assert process is not None
-            watched: list[Any] = [link.sock, process] if process.fileno() >= 0 else [link.sock]
-            if not connection.wait(watched, left):
-                continue
-            frames = link.receive()
-            if frames is None or (not frames and process.has_ended(0)):
-                ended = f"{process.pid} {process.ended()}"
-                raise EnvError(f"lane {link.index}: process {ended} before it had made the environments").see("worker")
-            for answer in frames:
-                description: dict[str, Any] = unpack(answer.payload)
-                if answer.kind is FrameKind.FAILED:
-                    raise refusal(RaisedError.in_fields(description), link)
-                link.phase = LanePhase.MADE
-                return description
+            connection.wait(watched, left)
+        description: dict[str, Any] = unpack(frames[0].payload)
+        if frames[0].kind is FrameKind.FAILED:
+            raise refusal(RaisedError.in_fields(description), link)
+        link.phase = LanePhase.MADE
+        return description
 
 
 def _end(workers: Sequence[Worker], selector: selectors.BaseSelector) -> None:

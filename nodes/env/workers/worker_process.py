@@ -18,11 +18,17 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing import forkserver, get_all_start_methods, resource_tracker
+from multiprocessing import (
+    Process,
+    forkserver,
+    get_all_start_methods,
+    parent_process,
+    popen_forkserver,
+    resource_tracker,
+)
+from multiprocessing.util import Finalize
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -31,7 +37,7 @@ import cloudpickle
 
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError
-from rollflow.stream.data.system import at_fork
+from rollflow.stream.data.system import at_fork, system_module
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import (
     DUMP_SIGNAL,
@@ -42,10 +48,11 @@ from rollflow.stream.observe.stacks import (
     worker_dump_file,
 )
 
+fcntl = system_module("fcntl")
 logger = logging.getLogger(__name__)
 
 MOST_FDS = 64  # that come with what is received at a time
-UNKNOWN_CODE = 256  # of a process whose fork server has gone: no exit code is as large
+_UNKNOWN_CODE = 255  # of a process whose fork server has gone, as `multiprocessing` has it
 _ANSWERED_WITHIN_S = 1.0  # by a fork server
 _TRIES = 2  # of starting one: it may have been killed just then
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # that an import starts, and a fork lacks
@@ -65,8 +72,8 @@ done.append(True)
 _is_worker = False  # this process
 
 
-def become_worker(name: str) -> None:
-    """Say that this process is a worker: it starts none of its own.
+def become_worker(name: str, life: int) -> None:
+    """Say that this process is a worker: it starts none of its own, and ends when the pipe `life` is closed.
 
     name    that `top` and `ps` show for it, up to 15 characters
     """
@@ -74,6 +81,28 @@ def become_worker(name: str) -> None:
     _is_worker = True
     with contextlib.suppress(OSError):  # there is no /proc
         Path("/proc/self/comm").write_text(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    end_with_parent(life)
+
+
+def end_with_parent(fd: int) -> None:
+    """End this process's group when the other end of a pipe is closed, whatever it is doing then.
+
+    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
+    environments have forked as well. On Linux it is SIGKILL, which ends a process that is stopped too.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    if hasattr(fcntl, "F_SETSIG"):
+        ending: int = signal.SIGKILL
+        fcntl.fcntl(fd, fcntl.F_SETSIG, ending)
+    else:
+        ending = signal.SIGIO
+        signal.signal(ending, signal.SIG_DFL)  # to be killed by it
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(fd, 0)
+    if poll.poll(0):  # it was closed before anybody was asked to tell
+        os.killpg(0, ending)
 
 
 def refuse_in_worker() -> None:
@@ -116,7 +145,7 @@ class WorkerProcess:
         try:
             with closing_on_error(self._let_go):
                 forked = None if preload is None else _forked_off(preload, module, descriptors, environment)
-                self._process: _ForkedProcess | subprocess.Popen[bytes]
+                self._process: _Forked | subprocess.Popen[bytes]
                 self._process = forked or _spawned(module, descriptors, environment)
         finally:
             os.close(life)
@@ -142,10 +171,9 @@ class WorkerProcess:
             poll.register(self._pidfd, select.POLLIN)
             return bool(poll.poll(timeout * 1e3))
         try:
-            self._process.wait(timeout)
+            return self._process.wait(timeout) is not None
         except subprocess.TimeoutExpired:
             return False
-        return True
 
     def ended(self) -> str:
         """End of the process, in words; it is made to end, if it has not."""
@@ -153,8 +181,8 @@ class WorkerProcess:
         self.kill()
         if not has_ended:
             return "closed its socket"
-        code = self._process.wait()
-        if code == UNKNOWN_CODE:
+        code = self._process.returncode
+        if code is None or (code == _UNKNOWN_CODE and isinstance(self._process, _Forked)):
             return "has ended, and nobody knows how"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
@@ -169,7 +197,11 @@ class WorkerProcess:
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 elif isinstance(self._process, subprocess.Popen):
                     self._process.kill()
-            self._process.wait()
+            if isinstance(self._process, _Forked):
+                self._process.wait(_ANSWERED_WITHIN_S)
+                self._process.close()
+            else:
+                self._process.wait()
         self._let_go()
 
     def stack_of(self, thread: int) -> tuple[StackFrame, ...]:
@@ -192,8 +224,8 @@ class WorkerProcess:
     def disown(self) -> None:
         """In a process that was forked off this one: the worker is the other's alone."""
         self.is_ours = False
-        if isinstance(self._process, _ForkedProcess):
-            self._process.let_go()
+        if isinstance(self._process, _Forked):
+            self._process.close()
         self._let_go()
 
     def _has_number(self) -> bool:
@@ -215,93 +247,73 @@ class WorkerProcess:
             self._pidfd = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _ForkedProgram:
-    """Program of a forked process, which `multiprocessing` unpickles and runs there by `_bootstrap`.
+class _ForkedProgram(Process):
+    """Program of a forked process, as `multiprocessing` runs it there.
 
     outputs    descriptors that the process is to write to, 1 and 2, as far as they are open here
     """
 
-    module: str
-    outputs: Sequence[int]
-    environment: Mapping[str, str]
+    def __init__(self, module: str, outputs: Sequence[int], environment: Mapping[str, str]) -> None:
+        super().__init__(name=module)
+        self._parts = module, outputs, environment
 
-    def _bootstrap(self, parent_sentinel: int) -> int:
-        """Run `main` of the module as it would run in a process of its own: its exit code."""
+    def __reduce__(self) -> Any:
+        return _ForkedProgram, self._parts
+
+    def run(self) -> None:
+        """Run `main` of the module as it would run in a process of its own."""
+        module, outputs, environment = self._parts
         os.setpgid(0, 0)  # an interrupt at the terminal is for the parent to deal with
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         server: Any = forkserver._forkserver
         tracker: Any = resource_tracker._resource_tracker
-        for fd in (parent_sentinel, server._forkserver_alive_fd, tracker._fd):  # which others would wait for
+        parent: Any = parent_process()
+        for fd in (parent.sentinel, server._forkserver_alive_fd, tracker._fd):  # which others would wait for
             os.close(fd)
         tracker._fd = None  # this process starts its own, if it needs one
         gc.freeze()  # collections would copy the memory that is shared
         os.environ.clear()
-        os.environ.update(self.environment)
-        inherited = forkserver.get_inherited_fds() or []
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for standard, fd in zip((0, *self.outputs), (nothing, *inherited), strict=False):
-            os.dup2(fd, standard)
-            os.close(fd)
-        life, stacks, *sockets = inherited[len(self.outputs) :]
+        os.environ.update(environment)
+        life, stacks, *sockets = self._inherited(outputs)
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
         for name, random in (("numpy", "numpy.random"), ("torch", "torch")):
             if name in sys.modules:
                 importlib.import_module(random).seed()  # else all processes would draw the same
         try:
-            importlib.import_module(self.module).main(life, sockets)
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)  # noqa: T201  # as an interpreter does
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return code
+            importlib.import_module(module).main(life, sockets)
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+            atexit._run_exitfuncs()
+
+    def _inherited(self, outputs: Sequence[int]) -> Sequence[int]:
+        """The descriptors that came with the order, but for the outputs, which take their places."""
+        inherited = forkserver.get_inherited_fds() or []
+        for standard, fd in zip(outputs, inherited, strict=False):
+            os.dup2(fd, standard)
+            os.close(fd)
+        return inherited[len(outputs) :]
 
 
-class _ForkedProcess:
-    """A process that a fork server has forked off: what is used of `subprocess.Popen`.
+class _Forked(popen_forkserver.Popen):
+    """A process forked off a server. Raises OSError or EOFError if the server breaks, RunError if it has threads."""
 
-    pid           its number
-    returncode    None until it has been waited for; `UNKNOWN_CODE` if the server has gone, which alone knows it
-    """
+    def __init__(self, server: Any, preload: str, program: _ForkedProgram, descriptors: Sequence[int]) -> None:
+        self._server, self._descriptors = server, descriptors
+        _start_server(server, preload)
+        super().__init__(program)
 
-    def __init__(self, status: int) -> None:
-        self._status = status
-        with closing_on_error(self.let_go):
-            self.pid: int = forkserver.read_signed(status)
-        self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended: its code. Raises `subprocess.TimeoutExpired` after so many seconds.
-
-        timeout    None: it has ended, and the server is about to say so
-        """
-        if self.returncode is None:
-            poll = select.poll()
-            poll.register(self._status, select.POLLIN)
-            is_answered = poll.poll(1e3 * (_ANSWERED_WITHIN_S if timeout is None else timeout))
-            if not is_answered and timeout is not None:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self.returncode = UNKNOWN_CODE
-            if is_answered:
-                with contextlib.suppress(EOFError):  # the server has gone
-                    self.returncode = forkserver.read_signed(self._status)
-            self.let_go()
-        return self.returncode
-
-    def let_go(self) -> None:
-        """Close its descriptor: nothing more is to be known of it."""
-        if self._status >= 0:
-            os.close(self._status)
-            self._status = -1
+    def _launch(self, program: Any) -> None:
+        place = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+        self.sentinel, order = self._server.connect_to_new_process(self._descriptors)
+        self.finalizer = Finalize(self, os.close, (self.sentinel,))
+        with open(order, "wb") as file, closing_on_error(self.close):
+            self.pid = forkserver.read_signed(self.sentinel)
+            if len(os.listdir(f"/proc/{self._server._forkserver_pid}/task")) > 1:
+                os.kill(self.pid, signal.SIGKILL)
+                raise RunError("an import of it has begun threads")
+            pickle.dump(place, file)
+            pickle.dump(program, file)
 
 
 def _spawned(module: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -322,7 +334,7 @@ _servers: dict[str, forkserver.ForkServer | None] = {}  # by what they have impo
 
 def _forked_off(
     preload: str, module: str, descriptors: Sequence[int], environment: Mapping[str, str]
-) -> _ForkedProcess | None:
+) -> _Forked | None:
     """A process forked off a server that has imported `preload`, or None if this system has none, or it would differ.
 
     A server has one thread, and imports with one for each library: a fork has no other.
@@ -335,7 +347,9 @@ def _forked_off(
         return None
     for _ in range(_TRIES):
         try:
-            return _forked_by(server, preload, module, descriptors, environment)
+            outputs = [fd for fd in (1, 2) if _is_open(fd)]
+            program = _ForkedProgram(module, outputs, environment)
+            return _Forked(server, preload, program, [*outputs, *descriptors])
         except (OSError, EOFError, RunError) as error:
             logger.info("worker processes may import %s each, as no fork server can: %s", preload, error)
             _stop_server(server)  # the next try starts another
@@ -346,25 +360,6 @@ def _forked_off(
             raise
     _servers[preload] = None
     return None
-
-
-def _forked_by(
-    server: Any, preload: str, module: str, descriptors: Sequence[int], environment: Mapping[str, str]
-) -> _ForkedProcess:
-    """A process forked off a server. Raises OSError or EOFError if the server breaks, RunError if it has threads."""
-    outputs = [fd for fd in (1, 2) if _is_open(fd)]
-    place = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
-    _start_server(server, preload)
-    status, order = server.connect_to_new_process([*outputs, *descriptors])
-    with open(order, "wb") as file:
-        process = _ForkedProcess(status)
-        with closing_on_error(process.let_go):
-            if len(os.listdir(f"/proc/{server._forkserver_pid}/task")) > 1:
-                os.kill(process.pid, signal.SIGKILL)
-                raise RunError("an import of it has begun threads")
-            pickle.dump(place, file)
-            pickle.dump(_ForkedProgram(module, outputs, environment), file)
-    return process
 
 
 def _start_server(server: Any, preload: str) -> None:

@@ -30,7 +30,7 @@ from remote_rollouts import (
 )
 
 from rollflow import Fragment, RemoteRollouts, Timeouts
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.stream import EnvError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)

@@ -14,7 +14,7 @@ from piece_forms import Breaks
 from remote_rollouts import await_that
 
 from rollflow import Forward, MultiAgentRollout, Rollout, Timeouts, Watch
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.stream import RunError
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]

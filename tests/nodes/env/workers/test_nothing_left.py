@@ -184,7 +184,7 @@ def test_a_process_that_is_stopped_ends_with_the_pipe_it_watches() -> None:
     """Nothing wakes it: the one that started it is still there, so that its process group is not an orphaned one."""
     source = """
 import sys, time
-from rollflow.nodes.env.workers.lane_server import end_with_parent
+from rollflow.nodes.env.workers.worker_process import end_with_parent
 
 end_with_parent(int(sys.argv[1]))
 print("running", flush=True)

@@ -13,7 +13,7 @@ from together import Together
 
 from rollflow import MultiAgentRollout, Rollout
 from rollflow.nodes import RandomModule
-from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag
 from rollflow.nodes.env.workers.worker_node import LaneLink, Worker, WorkerNode
 

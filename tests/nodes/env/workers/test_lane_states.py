@@ -1,22 +1,43 @@
 """The state machine of lanes by itself, whatever nodes do with it: every lane is somewhere, and comes back once."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from property_examples import examples
 
+from rollflow.nodes.env.environments import OneAgent
 from rollflow.nodes.env.workers import watch
-from rollflow.nodes.env.workers.lane_supervisor import MAX_FAILURES, LanePhase, LaneStatus, LaneSupervisor, RaisedError
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus, RaisedError
+from rollflow.nodes.env.workers.lanes_elsewhere import MAX_FAILURES, LanesElsewhere
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.stream import EnvError
+from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.net import backoff
 
 LENGTH = 2  # vector steps in a fragment
 TIMEOUT_S, RESET_TIMEOUT_S = 8.0, 16.0
 numbers = st.integers(0, 3)
 BROKE = RaisedError("RuntimeError", "it broke", ["slot 0"], "Traceback …", "in a worker process")
+
+
+class NoSpaces(OneAgent):
+    def parts_of(self, *_: Any) -> tuple[AgentPart, ...]:
+        return (AgentPart(("agent",), None, None),)  # type: ignore[arg-type]
+
+
+class Supervisor(LanesElsewhere):
+    """A node without environments: `progress` is a lane's."""
+
+    def __init__(self, progress: Callable[[int], watch.ProgressMark], **times: float) -> None:
+        self.progress = progress  # type: ignore[method-assign]
+        super().__init__(None, kind=NoSpaces(), **times)
+
+    def _made(self, *_: Any) -> list[Any]:
+        return []
 
 
 class Lanes(RuleBasedStateMachine):
@@ -27,7 +48,7 @@ class Lanes(RuleBasedStateMachine):
         self.now = 0.0
         self.waits = ExitStack()
         self.waits.enter_context(backoff.waiting(clock=lambda: self.now))
-        self.supervisor = LaneSupervisor(self.progress, step_timeout=TIMEOUT_S, reset_timeout=RESET_TIMEOUT_S)
+        self.supervisor = Supervisor(self.progress, step_timeout=TIMEOUT_S, reset_timeout=RESET_TIMEOUT_S)
         self.out: dict[int, int] = {}  # by lane: how often it has come back and not been handed over since
 
     def progress(self, lane: int) -> watch.ProgressMark:
@@ -148,8 +169,8 @@ Lanes.TestCase.settings = settings(max_examples=examples(100), stateful_step_cou
 TestLanes = Lanes.TestCase
 
 
-def supervisor_of(count: int) -> LaneSupervisor:
-    supervisor = LaneSupervisor(lambda lane: (0, Activity.STEP))
+def supervisor_of(count: int) -> Supervisor:
+    supervisor = Supervisor(lambda lane: (0, Activity.STEP))
     supervisor.remotes += [LaneStatus(index, LanePhase.READY) for index in range(count)]
     return supervisor
 
