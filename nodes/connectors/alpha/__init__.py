@@ -558,8 +558,8 @@ class ConvertToNumpyConnector(ActionConnector):
         return replace(ac_data, output=output)
 
 
-class _BoundedActions(ActionConnector):
-    """Brings actions into the bounds of the context's action space, with the piece that rollouts use."""
+class ClipActionsConnector(ActionConnector):
+    """Clips actions to the bounds that Boxes of the context's action space have, with the piece that rollouts use."""
 
     normalize_actions = False
     _piece: NormalizeAndClipActions | None = None
@@ -578,14 +578,10 @@ class _BoundedActions(ActionConnector):
         return replace(ac_data, output=(batch[Columns.ACTIONS_FOR_ENV][0], *ac_data.output[1:]))
 
 
-class NormalizeActionsConnector(_BoundedActions):
+class NormalizeActionsConnector(ClipActionsConnector):
     """Scales actions from -1 … 1 to low … high of Boxes that are bounded on all sides."""
 
     normalize_actions = True
-
-
-class ClipActionsConnector(_BoundedActions):
-    """Clips actions to the bounds that Boxes have."""
 
 
 class ImmutableActionsConnector(ActionConnector):
