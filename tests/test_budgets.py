@@ -25,15 +25,15 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/connectors/common": (666, 10),  # pieces over tensors; faults on a device; stacks out of place
     "nodes/connectors/env_to_module": (558, 9),  # pieces over tensors; faults on a device
     "nodes/connectors/learner": (599, 12),  # pieces over tensors; infos that tensors lack
-    "nodes/connectors/module_to_env": (649, 15),  # logits found usable in one look; over tensors; faults on a device
+    "nodes/connectors/module_to_env": (650, 15),  # logits found usable in one look; over tensors; faults on a device
     "nodes/connectors/pipelines": (
-        1091,
+        1114,
         15,
-    ),  # own pieces named in errors; a fragment's tensors made at once; fewer calls; modules in turns resolved once
+    ),  # own pieces named; a fragment's tensors made at once; modules in turns resolved once; tensors of a device fused
     "nodes/device": (
-        913,
+        982,
         11,
-    ),  # environments of tensors, with checks of their own; columns on a device; faults on a device; in JAX; VMAS
+    ),  # environments of tensors, with checks of their own; columns and faults on a device; JAX; VMAS; fewer operations
     "nodes/env": (1996, 26),  # TorchEnvs named, refused in wrappers; agents; numbered once made; checked pools
     "nodes/env/remote": (1659, 18),  # hosts of another version refused
     "nodes/env/workers": (1764, 30),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
@@ -41,7 +41,10 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
     "nodes/metrics": (583, 11),  # columns on a device
-    "nodes/modules": (1723, 33),  # logits that are no floats refused; passes over dicts; faults on a device
+    "nodes/modules": (
+        1747,
+        34,
+    ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
     "nodes/offloaded": (1616, 26),
     "nodes/policies": (2478, 16),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines

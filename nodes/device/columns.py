@@ -23,26 +23,22 @@ class DeviceColumn(Column):
     of the column's dtype.
     """
 
-    __slots__ = ()
+    __slots__ = ("kind",)
 
     _array: Any
     _leaves: list[Any]
 
     def __init__(self, name: str, tree: Tree) -> None:
         super().__init__(name, tree)
+        self.kind: Any = None, None, None  # dtype, shape and device of a row of one tensor, written without a look
         if torch.is_tensor(tree):
-            self._array = tree
+            self._array, self.kind = tree, (tree.dtype, self._shape, tree.device)
 
     def write(self, row: int, values: Tree) -> None:
         """Copy `values`, a tree of tensors `any[N, ...]`, into row `row`.
 
         Raises ColumnError when the structure, a shape, the kind of a dtype, or the device differs.
         """
-        array = self._array
-        if array is not None and torch.is_tensor(values) and values.dtype is array.dtype:
-            if values.shape == self._shape and values.device == array.device:
-                array[row].copy_(values)
-                return
         for leaf, part in zip(self._leaves, self._matched(values, self._shape[:1]), strict=True):
             leaf[row].copy_(part)
 
@@ -82,6 +78,19 @@ class DeviceColumn(Column):
         return None
 
 
+def write_tensors(columns: Mapping[str, Any], row: int, values: Mapping[str, Tree]) -> None:
+    """Copy values, name -> tree of tensors `any[N, ...]`, into row `row` of the device's columns of these names.
+
+    Raises ColumnError as `DeviceColumn.write` does, and KeyError for a name of no column.
+    """
+    for name, value in values.items():
+        column = columns[name]
+        if type(value) is torch.Tensor and (value.dtype, value.shape, value.device) == column.kind:
+            column.tree[row] = value  # without a call for each column
+        else:
+            column.write(row, value)
+
+
 def _kind(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -110,11 +119,11 @@ class DeviceColumns(LaneColumns):
         """The columns of the next fragment, with the types of the last one's."""
         return {name: DeviceColumn(name, map_tree(torch.empty_like, column.tree)) for name, column in old.items()}
 
-    def actions(self, space: gym.Space[Any]) -> Column:
+    def actions(self, space: gym.Space[Any]) -> DeviceColumn:
         """A column for actions in a space that has no rows, to convert others by."""
         return self._empty(Columns.ACTIONS, row_of(space, self._layout.num_slots), 0)
 
-    def _empty(self, name: str, row: Tree, rows: int) -> Column:
+    def _empty(self, name: str, row: Tree, rows: int) -> DeviceColumn:
         def zeros(leaf: Any) -> torch.Tensor:
             dtype = leaf.dtype if torch.is_tensor(leaf) else torch.from_numpy(np.empty(0, leaf.dtype)).dtype
             return torch.zeros((rows, *leaf.shape), dtype=dtype, device=self.device)

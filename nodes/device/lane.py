@@ -7,7 +7,7 @@ import gymnasium as gym
 import torch
 
 from rollflow.nodes.connectors.common.batches import CHOSEN_BY
-from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns
+from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns, write_tensors
 from rollflow.nodes.device.fragment import DeviceFragment
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -73,17 +73,34 @@ class DeviceLane(Lane):
     ended: DeviceEpisodes | None  # type: ignore[assignment]
     fragment: DeviceFragment
     columns: DeviceColumns
+    _start: Any
 
     def __init__(
         self, index: int, layout: FragmentLayout, observation_space: gym.Space[Any], device: torch.device
     ) -> None:
-        self.device = device
-        self._done = torch.zeros(layout.num_slots, dtype=torch.bool, device=device)
+        self.device, self._counted = device, layout.lookback  # the row up to which ends are counted
         self._stood_in = torch.zeros(layout.lookback, layout.num_slots, dtype=torch.uint8, device=device)
         super().__init__(index, layout, observation_space)
         self._chosen = self.columns.actions(layout.action_space)
-        self._taken: Column | None = None  # of what the environments get, from the first step on
+        self._taken: DeviceColumn | None = None  # of what the environments get, from the first step on
         self._spaces = {Columns.ACTIONS: layout.action_space}
+
+    @property
+    def episode_start(self) -> Any:
+        """i64[N]: row of the first observation of each slot's episode, worked out where it is asked for."""
+        first, stop = self._counted, self.row - (self.ended is not None)
+        if first != stop:
+            self._counted, count = stop, stop - first
+            # Numbers as small as can be: a quarter of the time of i64.
+            small = torch.uint8 if count < 256 else torch.int32
+            ends = self._ends(slice(first, stop)) * torch.arange(1, count + 1, dtype=small, device=self.device)[:, None]
+            last = ends.amax(0).long()
+            self._start = torch.where(last > 0, last + first, self._start)
+        return self._start
+
+    @episode_start.setter
+    def episode_start(self, start: Any) -> None:
+        self._start = start
 
     @property
     def has_begun_again(self) -> bool:
@@ -100,7 +117,10 @@ class DeviceLane(Lane):
         chosen, slots = self._chosen, self.layout.num_slots
         if Columns.ACTIONS not in batch:
             return None  # which recording them refuses
-        actions = batch[Columns.ACTIONS] = _writable(chosen.cast(batch[Columns.ACTIONS], slots))
+        actions = batch[Columns.ACTIONS]
+        is_kept = type(actions) is torch.Tensor and (actions.dtype, actions.shape, actions.device) == chosen.kind
+        if not is_kept or actions.is_inference():
+            actions = batch[Columns.ACTIONS] = _writable(chosen.cast(actions, slots))
         is_one = env_space is None or env_space is self.layout.action_space
         for_env = batch.get(Columns.ACTIONS_FOR_ENV)
         if for_env is None and is_one:
@@ -115,7 +135,12 @@ class DeviceLane(Lane):
         return made
 
     def record_actions(self, outputs: Mapping[str, Tree]) -> None:
-        super().record_actions(outputs)
+        columns, row = self.fragment.columns, self.row
+        if outputs.keys() != self._outputs:
+            self._take_outputs(outputs)
+        write_tensors(columns, row, outputs)
+        if self.policy_version != self._version_written or self.at_start:
+            columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
         self.fragment.versions.append(self.policy_version)
 
     def lose(self, reason: str, *, is_under_way: bool = True) -> int:
@@ -130,15 +155,14 @@ class DeviceLane(Lane):
         if ended is not None:
             last = self._column.cast(ended.newest(), self.layout.num_slots)
             self.fragment.last_rows[self.row - 1] = map_tree(torch.clone, last)
-            self.episode_start.masked_fill_(self._done, self.row)
 
     def cut(self) -> Fragment:
         """Return the fragment, and begin the next one with the last H rows as its lookback."""
         old, lookback, rows = self.fragment, self.layout.lookback, self.row
-        flags = [old.columns[name].tree for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)]
-        self.episode_number += torch.logical_or(*(each[lookback:rows] for each in flags)).sum(0)
+        self.episode_number += self._ends(slice(lookback, rows)).sum(0)
         super().cut()
-        stands_in = flags[1].to(torch.uint8)
+        self._counted = lookback
+        stands_in = old.columns[Columns.TRUNCATEDS].tree.to(torch.uint8)
         stands_in[:lookback] = self._stood_in
         for row in old.last_rows:
             stands_in[row].zero_()
@@ -153,6 +177,13 @@ class DeviceLane(Lane):
 
     # Inside
 
+    def _take_observations(self, observations: Tree) -> None:
+        if self.observation_space is self.observation_spaces[0]:
+            write_tensors(self.fragment.columns, self.row, {Columns.OBS: observations})
+            self.episodes.show_row(self._column, self.row)
+        else:
+            super()._take_observations(observations)
+
     def _of_each(self, number: int) -> Any:
         return torch.full((self.layout.num_slots,), number, device=self.device)
 
@@ -162,20 +193,27 @@ class DeviceLane(Lane):
     def _new_episodes(self, observations: Tree) -> LaneEpisodes:
         return DeviceEpisodes(self, observations)
 
-    def _ends(self, row: int) -> Any:
-        flags = [self.fragment.columns[name].tree[row] for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)]
-        return torch.logical_or(*flags, out=self._done)
+    def _ends(self, rows: Any) -> Any:
+        """bool[N], or bool[K, N]: the slots whose episodes end in a row, or in a slice of rows."""
+        columns = self.fragment.columns
+        return columns[Columns.TERMINATEDS].tree[rows] | columns[Columns.TRUNCATEDS].tree[rows]
 
-    def _advance(self, infos: Mapping[str, Any], final: tuple[Tree, Mapping[str, Any]] | None, done: Any) -> None:
+    def record_step(
+        self, observations: Tree, rewards: Any, terminateds: Any, truncateds: Any, infos: Any, final: Any = None
+    ) -> None:
+        answer = {Columns.REWARDS: rewards, Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds}
+        write_tensors(self.fragment.columns, self.row, answer)
+        self._advance(infos, final)
+        self._take_observations(observations)
+
+    def _advance(self, infos: Any, final: tuple[Tree, Any] | None, done: Any = None) -> None:
         self.row = row = self.row + 1
         self.num_steps += self.layout.num_slots
         self.vector_steps += 1
         self.at_start = self._typing = False
         self.is_full = row == self._last_row
-        if final is None:
-            self.episode_start.masked_fill_(done, row)
-        else:
-            self.ended = DeviceEpisodes(self, final[0], done)
+        if final is not None:
+            self.ended = DeviceEpisodes(self, final[0], self._ends(row - 1))
 
     def _fragment(self, sequence: int, columns: dict[str, Column], kind: type[F], **more: Any) -> Any:
         begun = self.episode_start.clone(), self.episode_number.clone()

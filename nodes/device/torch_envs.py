@@ -119,6 +119,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         device = env.device if leaves is None or hasattr(env, "device") else leaves[0].device
         self._before: Tree = None  # arrays: the observations that the newest actions were chosen for
         self._no_flags: Any = torch.zeros(self.num_envs, dtype=torch.bool, device=device)
+        self._shape, self._no_grad = self._no_flags.shape, torch.no_grad()
         self.device: torch.device = self._no_flags.device  # with its number, which "cuda" lacks
 
     @cached_property
@@ -146,7 +147,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         `final` has last observations, any[N, ...], which mean something where an episode ended; None: there are none.
         Nothing is copied, and nothing is read from the device.
         """
-        with torch.no_grad():
+        with self._no_grad:
             return self._stepped(self._steps.step(actions))
 
     # Arrays
@@ -209,7 +210,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             terminateds, truncateds = self._flags("dones", dones), self._no_flags
             if (time_outs := extras.get("time_outs")) is not None:
                 time_outs = self._flags("extras['time_outs']", time_outs)
-                terminateds, truncateds = terminateds & ~time_outs, terminateds & time_outs
+                terminateds, truncateds = terminateds > time_outs, terminateds & time_outs  # `> x`: `& ~x` in one
         self.last_extras = extras
         now, last = self._observed(observations, extras), None
         name = next((name for name in _FINAL if name in extras), None)
@@ -230,15 +231,14 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
 
     def _each(self, name: str, values: Any) -> Any:
         """A tensor any[N] that an environment gave. Raises EnvError for anything else."""
-        if not isinstance(values, torch.Tensor) or values.shape != self._no_flags.shape or values.device != self.device:
+        if not isinstance(values, torch.Tensor) or values.shape != self._shape or values.device != self.device:
             place = f" on {values.device}" if isinstance(values, torch.Tensor) else ""
             expected = f"a tensor [{self.num_envs}] on {self.device}, with one value for each slot"
             raise EnvError(f"{name} is {shown(values)}{place}, expected {expected}").see("flags")
         return values.detach() if values.requires_grad else values
 
     def _flags(self, name: str, values: Any) -> Any:
-        values = self._each(name, values)
-        return values if values.dtype is torch.bool else values != 0
+        return self._each(name, values).bool()
 
     def _last(self, name: str, given: Any, now: Tree) -> Tree:
         """The last observations, any[N, ...], shaped as the newest ones are. Raises EnvError for others."""

@@ -33,8 +33,9 @@ from rollflow.stream.data.space import leaves_within, whole_bounds
 from rollflow.stream.data.tree import Tree, leaves_of, library_of
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
-_DRAWN = 1 << 15  # numbers at a time
+_DRAWN, _DRAWN_THERE = 1 << 15, 1 << 19  # numbers at a time: arrays, tensors
 _SMALLEST = np.finfo(np.float32).tiny
+_ONE_HALF, _LOG_SQRT_TWO_PI_TENSOR = torch.tensor([0.5, _LOG_SQRT_TWO_PI], device="cpu")
 _HALF = (torch.float16, torch.bfloat16)
 _FLAT, _FAR = 1e-3, 1e6  # in deviations: a density hardly changes over the one; no number lies beyond the other
 
@@ -145,7 +146,9 @@ class Categorical:
             self._log_probs = torch.log_softmax(self.logits, -1)
         return self._log_probs
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, generator: "torch.Generator | TensorRaces | None" = None) -> Tensor:
+        if isinstance(generator, TensorRaces):
+            return self.sample_tensors(generator)[0]
         # The first to arrive in a race of exponentials with these rates is distributed by the softmax.
         race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
         # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
@@ -165,6 +168,12 @@ class Categorical:
         logp = log_probs.reshape(-1).take(places + races.offsets)
         numbers = places + self._start if self._start else places
         return numbers if self._dtype is torch.int64 else torch.from_numpy(numbers).to(self._dtype).numpy(), logp
+
+    def sample_tensors(self, races: "TensorRaces") -> tuple[Tensor, Tensor]:
+        """Actions and their log-probabilities: `sample` and `logp`, by numbers that are drawn already."""
+        log_probs = self.log_probs
+        places = (log_probs + races.draw(log_probs)).argmax(-1, keepdim=True)
+        return self._numbered(places.squeeze(-1)), log_probs.gather(-1, places).squeeze(-1)
 
     def likeliest_with_logp(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """The likeliest actions, space's dtype[B], and zeros f32[B]: what `to_deterministic` gives, in less time.
@@ -252,6 +261,25 @@ class JointRaces:
         self.offsets = np.arange(shape[0]) * shape[1]
         drawn = [races.draw((size, shape[1])) for races, size in zip(self._races, self._sizes, strict=True)]
         return np.concatenate(drawn)
+
+
+class TensorRaces:
+    """`Races` in tensors, where a generator of torch draws: for one lane, whose vector steps are alike."""
+
+    __slots__ = ("_drawn", "_generator")
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._drawn: list[Tensor] = []
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Gumbel numbers, f32[B, n], as many as there are log-probabilities."""
+        if not self._drawn or self._drawn[-1].shape != like.shape:
+            steps = max(1, _DRAWN_THERE // max(1, like.numel()))
+            chance = torch.rand((steps, *like.shape), generator=self._generator, device=like.device)
+            # Where torch's exponential numbers take a fifth of a step's time on the CPU, these take a twentieth.
+            self._drawn = list(chance.clamp_min_(float(_SMALLEST)).log_().neg_().log_().neg_())
+        return self._drawn.pop()
 
 
 class MultiDistribution:
@@ -370,6 +398,17 @@ class DiagGaussian:
             z = (actions.reshape(mean.shape).astype(np.float32, copy=False) - mean) * torch.exp(-self.log_std).numpy()
             surprise = torch.from_numpy(0.5 * z * z + log_std + _LOG_SQRT_TWO_PI).sum(-1)
         return actions, -surprise.numpy()
+
+    def sample_tensors(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Actions and their log-densities of f32 inputs: `sample` and `logp`, to the bit, in half the time.
+
+        A number of Python takes torch as long as three operations, since it is an f64 one. Has no gradients.
+        """
+        actions, mean, log_std = self.sample(generator), self.mean, self.log_std
+        flat = actions if len(self._shape) == 1 and actions.dtype is mean.dtype else actions.reshape(mean.shape).float()
+        z = (flat - mean).mul_(torch.exp(-log_std))
+        surprise = torch.mul(z, _ONE_HALF).mul_(z).add_(log_std).add_(_LOG_SQRT_TWO_PI_TENSOR)
+        return actions, surprise.sum(-1).neg_()
 
     def logp(self, value: Tensor) -> Tensor:
         flat = value.reshape(self.mean.shape).to(self.mean.dtype)

@@ -19,7 +19,7 @@ from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.default_module import DefaultModule
-from rollflow.nodes.modules.distribution import Races
+from rollflow.nodes.modules.distribution import Races, TensorRaces
 from rollflow.nodes.modules.given_module import GivenModule, is_function, is_given
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.modules.rl_module import is_stateful
@@ -226,7 +226,7 @@ def sampling_data(lane: int, seed: int, name: str, device: Any = None) -> dict[s
     """
     if device is not None:
         generator = torch.Generator(device).manual_seed(seed_for(seed, name, lane))
-        return {"lane": lane, "generator": generator, DEVICE: device}
+        return {"lane": lane, "generator": generator, RACES: TensorRaces(generator), DEVICE: device}
     return {
         "lane": lane,
         "generator": torch.Generator().manual_seed(seed_for(seed, name, lane)),

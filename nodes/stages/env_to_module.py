@@ -253,13 +253,13 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             return f"lane {lane.index}, slot {slot}, {step}"
 
         if self._finite:
-            outline = fragment.outline
-            rewards = outline.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
             if fragment.device is not None:
                 filters = (piece.name for piece in pieces_within(self.pipeline) if isinstance(piece, MeanStdFilter))
                 # First: what a module made may be why a reward is none.
                 fragment.check_choices(named, self._module, next(filters, None))
-            finite_float32(rewards.reshape(-1), named)
+            if fragment.device is None or fragment.may_have_faults:
+                rewards = fragment.outline.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
+                finite_float32(rewards.reshape(-1), named)
         return super()._counted(lane, fragment)
 
     def compare_with_train_batch(self, batch: Batch) -> None:

@@ -123,7 +123,7 @@ class GetActions(ActionPiece):
             logits = tensor_of(array if floats else array.astype(np.float32))
         distribution: Any = distribution_type.from_logits(logits)
         races = shared_data.get(RACES)
-        if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
+        if looks and explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
             actions, logp = distribution.sample_with_logp(races)
             if not are_usable(logits.numpy(), logp, may_mask(rl_module)):
                 refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
@@ -135,7 +135,8 @@ class GetActions(ActionPiece):
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
-                actions = distribution.sample(shared_data.get("generator"))
+                has_races = not looks and type(distribution) is Categorical
+                actions = distribution.sample(races if has_races else shared_data.get("generator"))
             else:  # from elsewhere, without generators
                 actions = distribution.sample()
             logp = None

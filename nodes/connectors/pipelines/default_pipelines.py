@@ -18,6 +18,7 @@ import torch
 
 from rollflow.nodes.connectors.common.batches import (
     ALIGNED_BYTES,
+    CHOSEN_BY,
     DEVICE,
     MEMORIZED,
     AgentToModuleMapping,
@@ -76,6 +77,7 @@ _FROM_STATEFUL = (*_FROM_MODULE[:3], RemoveSingleTsTimeRankFromBatch, *_FROM_MOD
 
 
 _UNKNOWN: Any = object()
+_ACTED = {Columns.ACTIONS, Columns.ACTION_LOGP, Columns.ACTIONS_FOR_ENV}
 _FEW_ROWS, _MOST_BYTES = 16, 1 << 20  # of columns whose rows become tensors at once
 
 
@@ -149,11 +151,15 @@ class FusedObservations(FusedPieces):
             self._module, self._fits = rl_module, fits
         if not self._fits:
             return None
+        if type(observations) is torch.Tensor:  # of a lane on a device
+            return {Columns.OBS: observations}
         if type(observations) is np.ndarray:
             return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
         if type(observations) is dict and all(map(_is_usable, observations.values())):
             return {Columns.OBS: {key: aligned(torch.from_numpy(leaf)) for key, leaf in observations.items()}}
         leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
+        if all(type(leaf) is torch.Tensor for leaf in leaves):
+            return {Columns.OBS: observations}
         if not all(map(_is_usable, leaves)):
             return None
         return {Columns.OBS: structure.unflatten([aligned(torch.from_numpy(leaf)) for leaf in leaves])}
@@ -205,8 +211,10 @@ class FusedActions(FusedPieces):
     def make(
         self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
     ) -> Batch | None:
-        if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data or DEVICE in shared_data:
+        if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
             return None
+        if DEVICE in shared_data:
+            return self._of_tensors(rl_module, batch, explore, shared_data)
         races, generator = shared_data.get(RACES), shared_data.get("generator")
         arrays, is_usable = self._acted(rl_module, batch, explore, races, generator)
         if not is_usable:
@@ -271,6 +279,23 @@ class FusedActions(FusedPieces):
             except ConnectorError:  # which the piece raises again, and is named
                 return None, True
         return arrays, is_usable
+
+    def _of_tensors(self, module: Any, batch: Batch, explore: Any, shared_data: dict[str, Any]) -> Batch | None:
+        """The batch of a lane on a device with actions; None where the pieces are to be called."""
+        logits = batch.get(Columns.ACTION_DIST_INPUTS)
+        if not explore or type(logits) is not torch.Tensor or logits.dtype is not torch.float32:
+            return None
+        if not _ACTED.isdisjoint(batch):
+            return None
+        if self._asks or module is not self._module or explore is not self._explore:
+            self._resolve(module, explore, logits)
+        if self._type is None:
+            return None
+        shared_data[CHOSEN_BY] = self._type
+        chance = shared_data[RACES if self._is_categorical else "generator"]
+        actions, logp = self._type.from_logits(logits).sample_tensors(chance)
+        made = {**batch, Columns.ACTIONS: actions, Columns.ACTION_LOGP: logp}
+        return self._clip(batch=made, shared_data=shared_data) if self._clip.changes_actions else made
 
     def _sample(self, arrays: Batch, logits: torch.Tensor, chance: Any) -> bool:
         """Add actions and their log-probabilities; False where the logits that they follow from may be unusable.

@@ -113,20 +113,26 @@ def test_train_batches_are_those_of_arrays(
 
 
 @pytest.mark.parametrize("explore", [True, False])
-@pytest.mark.parametrize("discrete", [True, False])
-@pytest.mark.parametrize("max_batch", [3, 6])
-def test_lanes_act_on_the_device_alone_and_jointly(max_batch: int, discrete: bool, explore: bool) -> None:
+@pytest.mark.parametrize("space", [gym.spaces.Discrete(2, start=1), ACTIONS, gym.spaces.Box(0, 1, (2,), np.float32)])
+def test_lanes_act_alone_jointly_and_piece_by_piece(space: Any, explore: bool) -> None:
     """Environments may write into their actions, also where the module's inference made them."""
 
     class Writing(NumberedTensors):
         def step(self, actions: torch.Tensor) -> Any:
             return super().step(actions.clamp_(0, 1).view(3, -1).expand(3, 2))
 
-    space = gym.spaces.Discrete(2) if discrete else ACTIONS
-    envs = [TorchEnvs(Writing(3), observation_space=OBSERVATIONS, action_space=space) for _ in range(2)]
-    options: Any = {"fragment_length": 4, "num_fragments": 1, "forward": Forward(max_batch=max_batch)}
-    with Rollout(envs, explore=explore, **options) as rollout:
-        assert [(each.lane, each.device) for each in rollout.fragments()] == [(0, envs[0].device), (1, envs[0].device)]
+    def played(max_batch: int, fuses: bool) -> list[Any]:
+        envs = [TorchEnvs(Writing(3), observation_space=OBSERVATIONS, action_space=space) for _ in range(2)]
+        options: Any = {"fragment_length": 4, "num_fragments": 1, "seed": 0, "forward": Forward(max_batch=max_batch)}
+        with Rollout(envs, explore=explore, **options) as rollout:
+            rollout.env_to_module.fuses = rollout.module_to_env.fuses = fuses
+            fragments = list(rollout.fragments())
+        assert [(each.lane, each.device) for each in fragments] == [(0, envs[0].device), (1, envs[0].device)]
+        return [fragment.host for fragment in fragments]
+
+    fused = played(3, True)
+    assert_alike(fused, played(3, False))
+    played(6, True)
 
 
 def test_n_steps_bootstrap_as_the_latest_of_them_does() -> None:

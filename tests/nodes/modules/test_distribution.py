@@ -10,7 +10,7 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from torch import distributions as reference
 
-from rollflow.nodes.modules.distribution import Races, distribution_for
+from rollflow.nodes.modules.distribution import Races, TensorRaces, distribution_for
 from rollflow.stream import ModuleError
 
 SPACES = {
@@ -129,17 +129,35 @@ def test_a_gaussian_agrees_with_torchs_on_any_inputs(
     agree(ours.kl(made.from_logits(torch.cat([other_mean, other_log_std], -1))), expected)
 
 
-@pytest.mark.parametrize(("kind", "by_races"), [*((kind, False) for kind in WHOLE_NUMBERS), ("Discrete", True)])
-def test_actions_come_as_often_as_they_are_likely(kind: str, by_races: bool) -> None:
+def of_arrays(distribution: Any) -> Any:
+    sampled, logp = distribution.sample_with_logp(races())
+    np.testing.assert_allclose(logp, distribution.logp(torch.from_numpy(sampled)), rtol=1e-6)
+    return sampled
+
+
+def of_tensors(distribution: Any) -> Any:
+    one, other = (TensorRaces(torch.Generator().manual_seed(0)) for _ in range(2))
+    for _ in range(9):  # others are drawn meanwhile
+        sampled, logp = distribution.sample_tensors(one)
+        assert torch.equal(sampled, distribution.sample(other))
+        assert torch.equal(logp, distribution.logp(sampled))
+    return sampled.numpy()
+
+
+def by_torch(distribution: Any) -> Any:
+    return distribution.sample(torch.Generator().manual_seed(0)).numpy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sample"),
+    [*((kind, by_torch) for kind in WHOLE_NUMBERS), ("Discrete", of_arrays), ("Discrete", of_tensors)],
+)
+def test_actions_come_as_often_as_they_are_likely(kind: str, sample: Any) -> None:
     space, _, actions = WHOLE_NUMBERS[kind]
     made = distribution_for(space)
     inputs = torch.tensor([0.1, -1.0, 1.2, -torch.inf, 0.4])[: made.required_input_dim]
     distribution: Any = made.from_logits(inputs.expand(30_000, -1))
-    if by_races:
-        sampled, logp = distribution.sample_with_logp(races())
-        np.testing.assert_allclose(logp, distribution.logp(torch.from_numpy(sampled)), rtol=1e-6)
-    else:
-        sampled = distribution.sample(torch.Generator().manual_seed(0)).numpy()
+    sampled = sample(distribution)
     for numbers in actions:
         action = np.reshape(numbers, space.shape) + (0 if kind == "MultiBinary" else 7)
         chance = float(made.from_logits(inputs[None]).logp(torch.as_tensor(action)[None]).exp())
