@@ -1,6 +1,6 @@
 """Rollouts on tensors beside a loop by hand that records the same columns, and beside rsl_rl's own collection.
 
-On a GPU if there is one. rsl_rl is left out, and named, where it is not installed.
+On a GPU if there is one. rsl_rl and gymnax are left out, and named, where they are not installed.
 
     python -m benchmarks.on_device [--quick]
 """
@@ -18,7 +18,7 @@ from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp, sampled
 from benchmarks.sources import SmallMlp, gaussian
 from examples.on_device import DEVICE, TorchCartPole
-from rollflow import Rollout, TorchEnvs
+from rollflow import JaxEnvs, Rollout, TorchEnvs
 
 FRAGMENT_LENGTH = 32
 SLOTS = 4096, 16384
@@ -122,11 +122,13 @@ class RslCollection:
 
 
 def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
-    """Two lines for each number of slots, and two more where rsl_rl is installed."""
+    """Two lines for each number of slots, and one more for each of rsl_rl and gymnax that is installed."""
     lines = []
-    has_rsl_rl = importlib.util.find_spec("rsl_rl") is not None
+    has_rsl_rl, has_gymnax = (importlib.util.find_spec(name) is not None for name in ("rsl_rl", "gymnax"))
     if not has_rsl_rl:
         print("rsl_rl: left out, rsl-rl-lib is not installed here", file=sys.stderr)
+    if not has_gymnax:
+        print("gymnax: left out, it is not installed here", file=sys.stderr)
     for count in slots:
         env, push = TorchCartPole(count, DEVICE), RslCartPole(count, DEVICE)
         discrete, gaussian_loop = Mlp().to(DEVICE), _small_mlp()
@@ -135,7 +137,15 @@ def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
         lines.append(_measured("CartPole as rsl_rl has it", count, loop, sizes, 0.97, is_rsl=True))
         if has_rsl_rl:
             lines.append(_measured("beside rsl_rl", count, RslCollection(count), sizes, 1.0, is_rsl=True))
+        if has_gymnax:
+            slots_in_jax, source = (_jax_cart_pole(count) for _ in range(2))
+            loop = TensorLoop(slots_in_jax.env, discrete, slots_in_jax.env.reset(seed=0))
+            lines.append(_measured("CartPole in JAX", count, loop, sizes, 0.9, source=source))
     return lines
+
+
+def _jax_cart_pole(slots: int) -> JaxEnvs:
+    return JaxEnvs(*importlib.import_module("gymnax").make("CartPole-v1"), num_envs=slots)
 
 
 def _small_mlp() -> SmallMlp:
@@ -143,10 +153,12 @@ def _small_mlp() -> SmallMlp:
     return SmallMlp(*numbers).to(DEVICE)
 
 
-def _measured(name: str, slots: int, beside: Any, sizes: Sizes, aim: float, *, is_rsl: bool = False) -> Record:
+def _measured(
+    name: str, slots: int, beside: Any, sizes: Sizes, aim: float, *, is_rsl: bool = False, source: Any = None
+) -> Record:
     env: Any = RslCartPole(slots, DEVICE) if is_rsl else TorchCartPole(slots, DEVICE)
     module: Any = _small_mlp() if is_rsl else Mlp().to(DEVICE)
-    source = TorchEnvs(env)
+    source = source or TorchEnvs(env)
     with Rollout(source, module=module, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
         batches = iter(rollout.batches())
         return paired(name, slots, lambda: len(next(batches)["obs"]), beside.fragment, aim=aim, sizes=sizes)
