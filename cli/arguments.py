@@ -69,7 +69,7 @@ def _given(args: argparse.Namespace, prefix: str, name: str) -> Any:
 def secret_of(args: argparse.Namespace, prefix: str = "") -> str | None:
     """The secret in the file, or in the variable, which is taken away: environments that a host starts see none.
 
-    Raises ValueError where it can't be read, or is empty.
+    Raises ValueError if it can't be read, or is empty.
     """
     variable, option = _given(args, prefix, "secret-env"), f"--{prefix}secret-env"
     if variable is not None:
@@ -91,7 +91,7 @@ def secret_of(args: argparse.Namespace, prefix: str = "") -> str | None:
 
 
 def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool) -> ssl.SSLContext | None:
-    """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError where they make none.
+    """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError if they make none.
 
     listens    whether this side waits for the other one
     """
@@ -167,7 +167,7 @@ def add_acting(parser: argparse.ArgumentParser, *, otherwise: str, several: str 
 def acting_of(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of a rollout for the arguments of `add_acting`, those `OF_AGENTS` among them.
 
-    Raises ValueError where they name what is not there.
+    Raises ValueError if they name what is not there.
     """
     return {
         "module": _module_of(args.module or ()),
@@ -221,7 +221,7 @@ def environment_of(name: str) -> Any:
 
 
 def object_of(name: str | None, option: str) -> Any:
-    """The callable, or dict, that an option names as package.module:name. Raises ValueError where there is none."""
+    """The callable, or dict, that an option names as package.module:name. Raises ValueError if there is none."""
     if name is None:
         return None
     module, _, attribute = name.partition(":")

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit status, 0 where nothing is wrong."""
+    """Run the command; the exit status, 0 if nothing is wrong."""
     address, _, secret, _ = endpoint_at(args.address, arguments.secret_of(args), None, None)
 
     def opened() -> socket.socket:

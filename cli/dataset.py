@@ -179,7 +179,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _check_apart(paths: list[Path], out: Path) -> None:
-    """Raise DatasetError where a dataset would be written to itself."""
+    """Raise DatasetError if a dataset would be written to itself."""
     if out.resolve() in [path.resolve() for path in paths]:
         raise DatasetError(f"--out {out} is read as well, expected another folder")
 

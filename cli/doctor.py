@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 def stack_report(pid: int) -> list[str]:
     """Lines on where the threads of a process and of its workers stand.
 
-    Raises ValueError for a process that is not there, and RunError where nothing can be seen of it.
+    Raises ValueError for a process that is not there, and RunError if nothing can be seen of it.
     """
     _check_process(pid)
     if is_stopped(pid):
@@ -61,7 +61,7 @@ def _check_process(pid: int) -> None:
 
 
 def _lines_at(pid: int) -> list[str]:
-    """Lines on where the threads of a process stand, the main one first; none where it does not answer the signal."""
+    """Lines on where the threads of a process stand, the main one first; none if it does not answer the signal."""
     lines: list[str] = []
     for thread, text in (dumps_of(pid, _ANSWER_S) or {}).items():
         name, stack = "main thread" if thread == pid else f"thread {thread}", stack_in_dump(text)
@@ -73,7 +73,7 @@ def _lines_at(pid: int) -> list[str]:
 
 
 def _descendants_of(pid: int) -> list[int]:
-    """Processes that a process has started, itself or by a fork server; none where that can't be seen."""
+    """Processes that a process has started, itself or by a fork server; none if that can't be seen."""
     children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # its thread has ended meanwhile
@@ -82,7 +82,7 @@ def _descendants_of(pid: int) -> list[int]:
 
 
 def _command_of(pid: int) -> str:
-    """The command line of a process, shortened; "?" where it can't be seen."""
+    """The command line of a process, shortened; "?" if it can't be seen."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -58,7 +58,7 @@ def serve(args: argparse.Namespace, kind: Callable[..., Host], more_of: Callable
 
     more_of    gives its other keywords for the arguments
 
-    Raises ValueError and OSError where the arguments don't go together.
+    Raises ValueError and OSError if the arguments don't go together.
     """
     link = arguments.link_of(args, listens=args.listen is not None)
     lanes = args.lanes

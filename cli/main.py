@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """True where nobody reads the output any more, as behind `head`; what is left of it goes nowhere then."""
+    """True if nobody reads the output any more, as behind `head`; what is left of it goes nowhere then."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     is_unread = any(event & select.POLLERR for _, event in poll.poll(0))

@@ -130,7 +130,7 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         episodes    number of episodes that are filmed
 
     A file is there once its episode has ended. It takes the package av. Raises DatasetError for an environment that
-    does not render, and where the folder has videos of this slot.
+    does not render, and if the folder has videos of this slot.
     """
 
     def __init__(self, make: Callable[[], gym.Env[Any, Any]], folder: Path, slot: int, episodes: int) -> None:
@@ -181,7 +181,7 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         self.env.close()
 
     def _picture(self) -> Any:
-        """What is shown, u8[H, W, 3]; without its last row or column where the number is odd."""
+        """What is shown, u8[H, W, 3]; without its last row or column if the number is odd."""
         picture: Any = self.env.render()
         height, width = (size - size % 2 for size in picture.shape[:2])
         return np.ascontiguousarray(picture[:height, :width])

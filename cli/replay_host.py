@@ -1,7 +1,7 @@
 """Hold a replay in this process.
 
 Rollouts feed it as they feed a trainer: rollflow rollout --trainer ADDRESS. Trainers sample from it by a ReplayClient.
-SIGTERM, or Ctrl-C, writes a last checkpoint, where there is one, and ends it.
+SIGTERM, or Ctrl-C, writes a last checkpoint, if there is one, and ends it.
 """
 
 import argparse

@@ -104,8 +104,8 @@ class PolicyClient(ClosedOnExit):
     on once, and answered once. A session whose memory the server has lost, since it was started anew or has forgotten
     the session, raises SessionLostError until it is `reset`.
 
-    Raises WireError for an address that is none, where the server has another secret, and where it does not speak this
-    version of the protocol; ServingError for what the server says of a request; UnansweredError where no answer comes
+    Raises WireError for an address that is none, if the server has another secret, and if it does not speak this
+    version of the protocol; ServingError for what the server says of a request; UnansweredError if no answer comes
     in time.
     """
 
@@ -186,8 +186,8 @@ class PolicyClient(ClosedOnExit):
             policy          that is to act; None: the client's
 
         Raises ServingError: RequestError for what does not fit, SessionLostError for a session whose memory is gone,
-        OverloadedError where too much waits at the server, PartlyActedError where only some observations have an
-        action. Raises UnansweredError where no answer comes in time: the sessions are then lost.
+        OverloadedError if too much waits at the server, PartlyActedError if only some observations have an
+        action. Raises UnansweredError if no answer comes in time: the sessions are then lost.
         """
         until = monotonic() + self.timeout
         if isinstance(observations, list) and any(isinstance(each, dict | tuple) for each in observations):
@@ -356,7 +356,7 @@ class PolicyClient(ClosedOnExit):
         return dict(answer)
 
     def _next(self, mail: "SimpleQueue[Any]", until: float) -> Any:
-        """What comes of a request next. Raises UnansweredError where nothing comes in time."""
+        """What comes of a request next. Raises UnansweredError if nothing comes in time."""
         patience = WaitReminder(until - monotonic())
         while True:
             try:
@@ -365,7 +365,7 @@ class PolicyClient(ClosedOnExit):
                 self._check_patience(patience)
 
     def _wait(self, is_there: Callable[[], bool], until: float) -> None:
-        """Wait until something is there. Raises what has ended the client, and UnansweredError where it is late."""
+        """Wait until something is there. Raises what has ended the client, and UnansweredError if it is late."""
         patience = WaitReminder(until - monotonic())
         with self._changed:
             while self._ending is None and not is_there():
@@ -375,7 +375,7 @@ class PolicyClient(ClosedOnExit):
                 raise self._ending
 
     def _check_patience(self, patience: WaitReminder) -> None:
-        """Log that the server is waited for, where that is due. Raises UnansweredError where it is late."""
+        """Log that the server is waited for, where that is due. Raises UnansweredError if it is late."""
         if patience.is_over:
             raise UnansweredError(self._server(f"has not answered within {self.timeout:g} s"))
         if patience.is_long:
@@ -499,7 +499,7 @@ def _plain(session: SessionName | None) -> SessionName | None:
 
 
 def _count_of(observations: Any) -> int:
-    """Length of the leading axis of observations any[N, ...]; 0 where there is none."""
+    """Length of the leading axis of observations any[N, ...]; 0 if there is none."""
     while isinstance(observations, Mapping | tuple):
         observations = next(iter(observations.values() if isinstance(observations, Mapping) else observations), None)
     return len(observations) if isinstance(observations, np.ndarray | list) and np.ndim(observations[:1]) else 0

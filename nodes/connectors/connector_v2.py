@@ -174,7 +174,7 @@ class ConnectorV2(metaclass=_PieceType):
         episodes       one for each slot of the vector environment, or, before a learner, the chunks of a train batch;
                        each a `SingleAgentEpisode` or a `MultiAgentEpisode`. Changes that are to last beyond this batch
                        are written here
-        explore        True where actions are to be sampled
+        explore        True if actions are to be sampled
         shared_data    notes from piece to piece, also from env-to-module to module-to-env
         metrics        logger of custom figures
         """
@@ -226,7 +226,7 @@ class ConnectorV2(metaclass=_PieceType):
         self._recompute_spaces()
 
     def _needed_space(self, kind: str) -> Space:
-        """The input space of "observation" or "action". Raises ConnectorError where there is none yet."""
+        """The input space of "observation" or "action". Raises ConnectorError if there is none yet."""
         space: Space | None = getattr(self, f"_input_{kind}_space")
         if space is None:
             raise ConnectorError(f"{type(self).__name__} has no input {kind} space: give it one, or a pipeline")
@@ -273,7 +273,7 @@ class ConnectorV2(metaclass=_PieceType):
     ) -> dict[str, Any]:
         """The piece's state: all that it has learnt from the data; empty unless overridden.
 
-        Raises StateError where it is not overridden, and the piece has changed its attributes while it ran in a
+        Raises StateError if it is not overridden, and the piece has changed its attributes while it ran in a
         pipeline: they would be lost. An override that returns `{}` declares that nothing of them has to last.
         """
         if self._state_watch is not None:
@@ -281,7 +281,7 @@ class ConnectorV2(metaclass=_PieceType):
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore a state that `get_state` gave. Raises ConnectorError for a state where the piece has none."""
+        """Restore a state that `get_state` gave. Raises ConnectorError for a state if the piece has none."""
         self._check_state(state)
         if state:
             given = f"is given a state with {sorted(map(str, state))}"
@@ -298,7 +298,7 @@ class ConnectorV2(metaclass=_PieceType):
         Where whole rollouts run in workers, it gets the newest state of each lane, again and again. Every lane goes on
         from the result, so what one state has from another must not count twice.
 
-        Raises StateError where it is not overridden, and the states differ: all but one would be lost.
+        Raises StateError if it is not overridden, and the states differ: all but one would be lost.
         """
         check_same(self.name, states)
         return states[0] if states else self.get_state()
@@ -345,7 +345,7 @@ class ConnectorV2(metaclass=_PieceType):
                                         or from a dict whose items are taken in order, `(episode id,) -> items` or
                                         `(multi-agent episode's id, agent id, module id) -> items`
 
-        Agents come in the order of their first observations. Raises ValueError where the column does not fit.
+        Agents come in the order of their first observations. Raises ValueError if the column does not fit.
         """
         alone = single_agent_episodes(episodes, agents_that_stepped_only)
         if zip_with_batch_column is None:
@@ -362,7 +362,7 @@ class ConnectorV2(metaclass=_PieceType):
         """Add one item to a column: `column -> [items]`, or `column -> (episode id,) -> [items]` with an episode.
 
         An episode that is one agent's part of a multi-agent episode has the key (multi-agent episode's id, agent id,
-        module id). Raises ConnectorError where the column is there in another form.
+        module id). Raises ConnectorError if the column is there in another form.
         """
         items_of(batch, column, single_agent_episode).append(item_to_add)
 
@@ -377,7 +377,7 @@ class ConnectorV2(metaclass=_PieceType):
         """Add `num_items` items to a column, as `add_batch_item` does: a list, or a tree of arrays `any[n, ...]`.
 
         A tree of arrays is added as the one thing it is, which is much faster, and batched later on. Raises
-        ConnectorError where `num_items` is not the number of items.
+        ConnectorError if `num_items` is not the number of items.
         """
         count = len(items_to_add) if isinstance(items_to_add, list) else len(leaves_of(items_to_add)[0])
         if count != num_items:
@@ -409,7 +409,7 @@ class ConnectorV2(metaclass=_PieceType):
     ) -> None:
         """Replace every item of a column, or of several together, by `func(item, episode id, agent id, module id)`.
 
-        The ids are None where the batch does not have them. For several columns `item` is a tuple with one item of
+        The ids are None if the batch does not have them. For several columns `item` is a tuple with one item of
         each, and so must be the result of `func`.
 
         Raises ConnectorError for an unknown column, and for columns with other episodes, other numbers of items, or no

@@ -75,7 +75,7 @@ def is_keyed_by_episode(data: Any) -> bool:
 
 
 def map_column(data: Any, change_item: Callable[[Any], Any], change_batch: Callable[[Any], Any]) -> Any:
-    """A column with each item changed, where it is in list form or a list, or else changed as a whole."""
+    """A column with each item changed, if it is in list form or a list, or else changed as a whole."""
     if is_keyed_by_episode(data):
         return {key: [change_item(item) for item in items] for key, items in data.items()}
     return [change_item(item) for item in data] if isinstance(data, list) else change_batch(data)
@@ -206,7 +206,7 @@ def _is_by_module(batch: Batch) -> bool:
 
 
 def items_of(batch: Batch, column: str, episode: SingleAgentEpisode | None) -> list[Any]:
-    """The list of items of a column (and episode); a new one is put into the batch where there is none."""
+    """The list of items of a column (and episode); a new one is put into the batch if there is none."""
     if column not in batch and _is_by_module(batch):
         raise ConnectorError(
             f"column '{column}' can't be added: the batch is by module already ({', '.join(map(str, batch))}); pieces "

@@ -147,7 +147,7 @@ class StateWatch:
             self._before = None
 
     def look(self, piece: Any, *, in_any_case: bool = False) -> None:
-        """Note changed attributes; skipped where a look would cost too much so soon, unless `in_any_case`."""
+        """Note changed attributes; skipped if a look would cost too much so soon, unless `in_any_case`."""
         now = perf_counter_ns()
         if not in_any_case and now - self._looked_ns < _COST * self._cost_ns:
             return
@@ -157,7 +157,7 @@ class StateWatch:
         self._cost_ns = self._looked_ns - now
 
     def check(self, piece: Any) -> None:
-        """Raise StateError where attributes have changed."""
+        """Raise StateError if attributes have changed."""
         if self._before is None:
             self.look(piece)
         if self._changed:

@@ -44,7 +44,7 @@ class CsvFile:
     A file that is there is added to. Where a new name comes up the file is written anew, with one more column, in which
     the rows before have nothing.
 
-    Raises MetricsError where the file can't be written, has other columns, or another log writes to it.
+    Raises MetricsError if the file can't be written, has other columns, or another log writes to it.
     """
 
     _file: TextIO
@@ -60,7 +60,7 @@ class CsvFile:
             )
 
     def open(self) -> None:
-        """Open the file, with a header where it is new."""
+        """Open the file, with a header if it is new."""
         self._file = _appended(self._path)
         if not _locked(self._file, self._path):
             self.close()
@@ -82,7 +82,7 @@ class CsvFile:
         self._write([fields.get(name, "") for name in self._names])
 
     def close(self) -> None:
-        """Close the file, and let others write to it, also where a process that was forked still has it."""
+        """Close the file, and let others write to it, also if a process that was forked still has it."""
         if not self._file.closed:
             unlock_file(self._file)
         self._file.close()
@@ -150,7 +150,7 @@ class Otlp:
         self._resource = resources.Resource.create({} if _SERVICE in os.environ else {"service.name": "rollflow"})
 
     def write(self, row: Row) -> None:
-        """Send this row. Raises RowLost where it is not taken."""
+        """Send this row. Raises RowLost if it is not taken."""
         sdk = importlib.import_module("opentelemetry.sdk.metrics.export")
         scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
         now_ns = int(row.time * 1e9)
@@ -243,7 +243,7 @@ class Progress:
         self._stop = weakref.finalize(self, self._bar.stop)  # shows the cursor again, also where nobody closes it
 
     def write(self, row: Row) -> None:
-        """Show a row: at once, or, where lines can't be written over, after a minute."""
+        """Show a row: at once, or, if lines can't be written over, after a minute."""
         self._last = row
         if self._bar is not None or backoff.times.clock() >= self._next:
             self._show(row, text_of(row))
@@ -269,7 +269,7 @@ class Progress:
 def text_of(row: Row, rate: str = "time/fps_now") -> str:
     """What is worth a person's look in a row, in words.
 
-    rate    figure of steps per second; where it is 0, that of the whole run stands for it
+    rate    figure of steps per second; if it is 0, that of the whole run stands for it
     """
     values = row.values
     parts = [f"{values.get(rate) or values.get('time/fps', 0.0):,.0f} steps/s"]
@@ -294,7 +294,7 @@ class Prometheus:
 
     address    host and port, once it is open
 
-    Raises MetricsError for what is no port, OSError from `open` where the port is taken.
+    Raises MetricsError for what is no port, OSError from `open` if the port is taken.
     """
 
     def __init__(self, target: str) -> None:
@@ -306,7 +306,7 @@ class Prometheus:
         self._serving: Any = None
 
     def open(self) -> None:
-        """Begin to serve. Raises OSError where the port is taken."""
+        """Begin to serve. Raises OSError if the port is taken."""
         client = importlib.import_module("prometheus_client")
         registry = client.CollectorRegistry()
         registry.register(self)
@@ -362,7 +362,7 @@ class Tracker:
 def jsonl_of(target: str) -> Tracker:
     """File with an object a line: `steps`, `updates`, `time` in seconds since 1970, and every figure by its name.
 
-    A file that is there is added to. JSON knows no NaN and no infinity: they are null. Raises MetricsError where the
+    A file that is there is added to. JSON knows no NaN and no infinity: they are null. Raises MetricsError if the
     file can't be written.
     """
     path = checked_path(target, "jsonl")
@@ -383,7 +383,7 @@ def jsonl_of(target: str) -> Tracker:
 def tensorboard_of(target: str) -> Tracker:
     """Event files in a folder, written by `torch.utils.tensorboard`.
 
-    Each row has its time beside its place on the x axis. Raises MetricsError where the folder can't be written.
+    Each row has its time beside its place on the x axis. Raises MetricsError if the folder can't be written.
     """
     folder = checked_path(target, "tensorboard", is_folder=True)
 
@@ -425,7 +425,7 @@ def wandb_of(target: str) -> Tracker:
 def mlflow_of(target: str) -> Tracker:
     """A run of MLflow, by its own settings: MLFLOW_TRACKING_URI says where.
 
-    target    EXPERIMENT or EXPERIMENT/NAME of a new run; the experiment is made where it is missing
+    target    EXPERIMENT or EXPERIMENT/NAME of a new run; the experiment is made if it is missing
 
     A run whose last row was written is FINISHED, also after an error of the program.
     """
@@ -452,7 +452,7 @@ def mlflow_of(target: str) -> Tracker:
 
 
 def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
-    """The path of a file or folder that can be written. Raises MetricsError where it can't be; nothing is made yet."""
+    """The path of a file or folder that can be written. Raises MetricsError if it can't be; nothing is made yet."""
     noun = "folder" if is_folder else "file"
     path = Path(target).expanduser()
     expected = f"expected a {noun} that can be written, or a new one"
@@ -469,7 +469,7 @@ def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
 
 
 def _locked(file: TextIO, path: Path) -> bool:
-    """Lock a file for as long as it is open; False where another one has, or has put a new one in its place."""
+    """Lock a file for as long as it is open; False if another one has, or has put a new one in its place."""
     return lock_file(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
@@ -489,13 +489,13 @@ class Destination(Protocol):
     """Where rows go. It is made in the program's thread, and written and closed in a thread of its own."""
 
     def open(self) -> None:
-        """Make ready to be written, in the thread that begins the run. Raises where that can't be done."""
+        """Make ready to be written, in the thread that begins the run. Raises if that can't be done."""
         ...
 
     def write(self, row: Row) -> None:
         """Write one row, to the end: what was written is there when the program is killed.
 
-        Raises RowLost where the next row is to come all the same, and anything else where none is.
+        Raises RowLost if the next row is to come all the same, and anything else if none is.
         """
         ...
 

@@ -40,7 +40,7 @@ class Figure:
 
     @property
     def label(self) -> str:
-        """The name of the label; "" where there is none."""
+        """The name of the label; "" if there is none."""
         return self.name.partition("{")[2].rstrip("}")
 
 
@@ -190,7 +190,7 @@ def check_own_name(name: object) -> None:
 
 
 def figure_of(name: str) -> Figure:
-    """The line of the table for a name; `OWN` where it is a program's."""
+    """The line of the table for a name; `OWN` if it is a program's."""
     for figure in FIGURES:
         if name == figure.name or (figure.label and name.startswith(figure.stem)):
             return figure

@@ -188,7 +188,7 @@ class RowWriter:
         self._thread.start()
 
     def put(self, row: Row) -> None:
-        """Have a row written; the oldest that waits is dropped where there are too many."""
+        """Have a row written; the oldest that waits is dropped if there are too many."""
         self._rows.put(row)
         if self._rows.qsize() > _MOST_ROWS:
             with suppress(queue.Empty):  # it has been taken just now

@@ -82,7 +82,7 @@ class EpisodeReturns(EpisodeWindow):
         self._open: dict[tuple[Hashable, int], tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: Fragment) -> None:
-        """Add one fragment; one that has been added changes nothing, as where two nodes of a graph see it."""
+        """Add one fragment; one that has been added changes nothing, as if two nodes of a graph see it."""
         if fragments.sequence > self._open.get((None, fragments.lane), _NEVER)[0]:
             self.add(fragments, None)
 
@@ -141,7 +141,7 @@ class AgentReturns(EpisodeWindow):
         self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: MultiAgentFragment) -> None:
-        """Add one fragment; one that has been added changes nothing, as where two nodes of a graph see it."""
+        """Add one fragment; one that has been added changes nothing, as if two nodes of a graph see it."""
         if fragments.sequence <= self._open.get(fragments.lane, _NEVER)[0]:
             return
         self._add_agents(fragments)

@@ -1,6 +1,6 @@
 """Silent faults that fragments show: values that never change or are no numbers, weights and lanes left behind, memory.
 
-Every fragment is counted. Its columns are read only where the doctor has asked for it since the last one, twice a
+Every fragment is counted. Its columns are read only if the doctor has asked for it since the last one, twice a
 second at most, and then of some transitions.
 """
 
@@ -195,7 +195,7 @@ def _values(part: Fragment, rows: NDArray[np.int64], slots: NDArray[np.int64], n
 
 
 def _is_one_by_nature(part: Fragment, name: str) -> bool:
-    """True where a column may well have one value: no choice of actions, episodes of a step, rewards of each step."""
+    """True if a column may well have one value: no choice of actions, episodes of a step, rewards of each step."""
     if name == Columns.ACTIONS:
         return getattr(part.layout.action_space, "n", 2) == 1
     chunks = part.chunks

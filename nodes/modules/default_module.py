@@ -292,7 +292,7 @@ def _conv(inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int,
 
 
 def _leaves(space: gym.Space[Any]) -> list[Leaf]:
-    """The leaves of a space of observations. Raises ModuleError where there are none, or one that has no encoder."""
+    """The leaves of a space of observations. Raises ModuleError if there are none, or one that has no encoder."""
     leaves = list(leaves_within(space, "obs"))
     if not leaves:
         raise ModuleError(f"observation_space is {space}, expected at least one leaf")
@@ -392,7 +392,7 @@ class DefaultModule(RLModule):
     def compute_values(self, batch: Batch, embeddings: Tensor | None = None) -> Tensor:
         """Values alone, f32[B] or, with `use_lstm`, f32[B, T].
 
-            embeddings    f32[B, width] of the values' encoder (and LSTM), where they have been computed already
+            embeddings    f32[B, width] of the values' encoder (and LSTM), if they have been computed already
 
         Raises ModuleError with `inference_only`.
         """
@@ -488,7 +488,7 @@ def _lstm(inputs: int, cell: int) -> nn.LSTM:
 
 
 def _without_mask(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> gym.Space[Any] | None:
-    """Dict space of observations without `action_mask`; None where there is no mask that rules anything out.
+    """Dict space of observations without `action_mask`; None if there is no mask that rules anything out.
 
     Raises ModuleError for a mask that does not have a number for each Discrete action.
     """

@@ -227,7 +227,7 @@ class Races:
         return next(self._steps, np.empty(shape, np.float32))
 
     def _steps_of(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Numbers for some steps, f32[T, B, n]; none where a step needs none."""
+        """Numbers for some steps, f32[T, B, n]; none if a step needs none."""
         # Shapes may change from step to step, with the agents that act: all of them share the numbers drawn.
         used = (len(self._left) // self._count - operator.length_hint(self._steps)) * self._count
         self._left = self._left[used:]
@@ -518,7 +518,7 @@ def _dtype_of(space: gym.Space[Any]) -> torch.dtype:
 
 
 def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
-    """Expectation of values f32[B, n], f32[B]; an impossible action counts 0, even where its value is infinite."""
+    """Expectation of values f32[B, n], f32[B]; an impossible action counts 0, even if its value is infinite."""
     # Filled in before the product: afterwards, the product's gradient would still be 0 times infinity.
     return (log_probs.exp() * values.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
 
@@ -559,7 +559,7 @@ def mask_width(space: gym.Space[Any]) -> int | None:
 def without_choice(rows: Any, space: gym.Space[Any] | None) -> Any:
     """The rows, bool[..., N], of logits float[..., N, D] that rule out every action; for no space those of -inf alone.
 
-    They are a tensor where the logits are one.
+    They are a tensor if the logits are one.
     """
     xp = library_of(rows)
     rows = xp.asarray(rows, dtype=xp.float64)  # of which float16 has no `RULED_OUT`

@@ -191,7 +191,7 @@ class FlatForward:
                 self._nested[name] = [(keys[id(leaf)], leaf.shape, leaf.dtype) for leaf in leaves], flat
 
     def _replayed(self, batch: Batch, flat: Callable[..., Any], leaves: Sequence[Any]) -> Batch:
-        """What a replay gives; where it fails, the module's own output."""
+        """What a replay gives; if it fails, the module's own output."""
         try:
             return flat(*leaves)  # type: ignore[no-any-return]
         except Exception as error:
@@ -248,7 +248,7 @@ class _Operation:
 
     @property
     def in_place(self) -> Callable[..., Tensor] | None:
-        """Function that writes the same result over the first argument; None where there is none."""
+        """Function that writes the same result over the first argument; None if there is none."""
         if self.func not in _IN_PLACE:
             return None
         argument = self.args[0]
@@ -300,7 +300,7 @@ class _ArrangedWeights:
 
 
 def _arranged(operation: _Operation, weights: _ArrangedWeights) -> tuple[Callable[..., Tensor], list[Any]] | None:
-    """Function and arguments of a layer with its weight arranged; None where the operation is best as it is.
+    """Function and arguments of a layer with its weight arranged; None if the operation is best as it is.
 
     The operation's own arguments come as source, the arranged weight as a tensor.
     """

@@ -68,7 +68,7 @@ class GivenModule(RLModule):
         return self._tensors(outputs, outputs)
 
     def _tensors(self, gave: Any, outputs: Any) -> Batch:
-        """The module's outputs as tensors. Raises ModuleError, with what the policy gave, where they are none."""
+        """The module's outputs as tensors. Raises ModuleError, with what the policy gave, if they are none."""
         try:
             return {
                 name: torch.as_tensor(column) if isinstance(column, list) else map_tree(torch.as_tensor, column)

@@ -206,7 +206,7 @@ def from_arrays(arrays: Arrays) -> dict[str, Any]:
 
 
 def pack_weights(version: int, weights: Mapping[str, Any], module_id: Any = None) -> bytes:
-    """Bytes of a `state_dict()`, its policy version, and the id of its module where there are several.
+    """Bytes of a `state_dict()`, its policy version, and the id of its module if there are several.
 
     Raises ColumnError for an entry that is no tensor and has no packed form.
     """

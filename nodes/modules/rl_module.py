@@ -92,7 +92,7 @@ class RLModule(torch.nn.Module):
     def compute_values(self, batch: Batch, embeddings: Any = None) -> torch.Tensor:
         """Value of each observation, f32[B]; `vf_preds` of `forward_train` unless overridden.
 
-        Raises ModuleError where there are none.
+        Raises ModuleError if there are none.
         """
         output = self.forward_train(batch)
         if Columns.VF_PREDS not in output:
@@ -143,7 +143,7 @@ class MultiRLModule(Mapping[Any, Any]):
 
         modules    id -> an `RLModule`, or whatever else has `forward_exploration` and `forward_inference`
 
-    Raises ModuleError where there are none, and for an id that is taken or unknown.
+    Raises ModuleError if there are none, and for an id that is taken or unknown.
     """
 
     framework = "torch"
@@ -186,7 +186,7 @@ class MultiRLModule(Mapping[Any, Any]):
         self._modules[module_id] = module
 
     def check_new(self, module_id: Any) -> None:
-        """Raise ModuleError where there is a module of this id."""
+        """Raise ModuleError if there is a module of this id."""
         if module_id in self._modules:
             raise ModuleError(f"there is a module '{module_id}' already, expected another id, or remove_module first")
 

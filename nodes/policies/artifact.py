@@ -162,7 +162,7 @@ def parts_of(
     """The parts that a manifest and its files describe.
 
         allow         packages and modules whose classes and functions may be imported
-        as_program    True: the module's programs act, also where its class may be imported
+        as_program    True: the module's programs act, also if its class may be imported
 
     Raises PolicyError for anything that does not fit, with its place.
     """
@@ -199,7 +199,7 @@ def parts_of(
 
 
 def computed_by(module: Any) -> dict[str, str]:
-    """Torch and the processor that compute a module's passes: where both are the same, so are the results."""
+    """Torch and the processor that compute a module's passes: if both are the same, so are the results."""
     processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}"
     if (device := device_of(module)).type != "cpu":
         processor = torch.cuda.get_device_name(device)
@@ -409,7 +409,7 @@ def observations_at(space: gym.Space[Any], inputs: Arrays, step: int) -> Tree:
 
 
 def _drawn(space: gym.Space[Any], rng: np.random.Generator) -> Tree:
-    """An item of a space, with numbers of a usual size where it has no bounds."""
+    """An item of a space, with numbers of a usual size if it has no bounds."""
     if isinstance(space, spaces.Dict):
         items = {key: _drawn(part, rng) for key, part in space.items()}
         mask = items.get("action_mask")

@@ -66,7 +66,7 @@ def arrays_of(data: bytes, name: str) -> dict[str, NDArray[Any]]:
 def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest of a saved policy, and its files of arrays.
 
-    Raises PolicyError, with the file's name, where one is missing, altered, truncated or another's.
+    Raises PolicyError, with the file's name, if one is missing, altered, truncated or another's.
     """
     with _reading(path) as read:
         manifest = manifest_of(read(MANIFEST, _MOST_MANIFEST_BYTES), MANIFEST)
@@ -86,9 +86,9 @@ def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str,
 
 
 def write_files(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write a policy's files to a folder, or to a zip where the path ends in `.zip`: all of them, or none.
+    """Write a policy's files to a folder, or to a zip if the path ends in `.zip`: all of them, or none.
 
-    Raises PolicyError where something else is at the path.
+    Raises PolicyError if something else is at the path.
     """
     check_target(path)
     if path.suffix == ".zip":
@@ -102,7 +102,7 @@ def write_files(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole, or leave what was there. Raises PolicyError where a folder is at the path."""
+    """Write a file whole, or leave what was there. Raises PolicyError if a folder is at the path."""
     if path.is_dir():
         raise PolicyError(f"there is a folder at {path}, expected a file to be replaced, or nothing")
     with _replacing(path) as made:
@@ -111,7 +111,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Raise PolicyError where a policy can't be written to a path, since something else is there."""
+    """Raise PolicyError if a policy can't be written to a path, since something else is there."""
     is_policy = (path / MANIFEST).is_file() or (path.is_dir() and not any(path.iterdir()))
     if path.exists() and (path.is_file() != (path.suffix == ".zip") or (path.is_dir() and not is_policy)):
         raise PolicyError(f"there is something else at {path}, expected a policy to be replaced, or nothing")

@@ -243,7 +243,7 @@ def _made(env: EnvMaker, policy: "Policy", slots: int) -> gym.Env[Any, Any] | Ve
 
 
 def check_spaces(policy: Any, observation_space: Any, action_space: Any, where: str, whose: str = "the policy") -> None:
-    """Raise PolicyError where a policy was made for other spaces than these, of `where`."""
+    """Raise PolicyError if a policy was made for other spaces than these, of `where`."""
     for name, theirs in (("observation_space", observation_space), ("action_space", action_space)):
         own = getattr(policy, name)
         if own != theirs:

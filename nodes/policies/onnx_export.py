@@ -62,7 +62,7 @@ class RecalledEpisodes(LaneEpisodes):
         self.memory = {name: map_tree(lambda leaf: self.recalled(leaf, 0), each) for name, each in memory.items()}
 
     def recalled(self, values: Tensor, initial: Any) -> Tensor:
-        """What is remembered, any[N, ...]; where an episode begins, its initial value."""
+        """What is remembered, any[N, ...]; if an episode begins, its initial value."""
         begins = self._begins.view(-1, *[1] * (values.ndim - 1))
         return torch.where(begins, torch.as_tensor(initial, dtype=values.dtype), values)
 
@@ -171,7 +171,7 @@ class TensorPolicy(torch.nn.Module):
         self.results += [f"{NEXT}{name}" for name in kept]
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Actions, distribution inputs where there are any, and what is to be remembered."""
+        """Actions, distribution inputs if there are any, and what is to be remembered."""
         given: Any = self._given.unflatten(leaves)
         observations, rewards, begins, memory, states = given
         episodes = RecalledEpisodes(observations, next(iter(rewards), None), next(iter(begins), None), memory)
@@ -204,7 +204,7 @@ def onnx_bytes(policy: Any, examples: Arrays) -> bytes:
 
     examples    observations, and what each part of the policy makes of them
 
-    Raises PolicyError for a policy with a part that has no tensor form, and where the extra `onnx` is not there.
+    Raises PolicyError for a policy with a part that has no tensor form, and if the extra `onnx` is not there.
     """
     made = TensorPolicy(policy)
     model = _onnx_model(made, facts_text(described(policy.observation_space), described(policy.action_space)))

@@ -3,11 +3,11 @@
 The program is a function of one vector step. Names of its inputs and outputs, N rows each:
 
     obs…               observations, one input for each leaf of the space: `obs`, or `obs.camera`, `obs.pair.0`
-    rewards            f32[N]   for the actions before; where a piece looks back to rewards
-    begins             bool[N]  True where an episode begins; where there is a memory
-    memory.0, …        any[N, ...]  what the step before gave as `next_memory.0`, …; anything where an episode begins
+    rewards            f32[N]   for the actions before; if a piece looks back to rewards
+    begins             bool[N]  True if an episode begins; if there is a memory
+    memory.0, …        any[N, ...]  what the step before gave as `next_memory.0`, …; anything if an episode begins
     actions…           as the environment takes them, one output for each leaf
-    action_dist_inputs f32[N, D], where the module gives them
+    action_dist_inputs f32[N, D], if the module gives them
 """
 
 import contextlib
@@ -83,8 +83,8 @@ class OnnxPolicy:
     def load(cls, path: str | os.PathLike[str], *, threads: int = 1) -> Self:
         """The policy of an artifact that has an ONNX program, or of an `.onnx` file.
 
-        An artifact's program first does on the saved examples what the policy did. Raises PolicyError where it does
-        not, where anything is missing or altered, and for an artifact without a program.
+        An artifact's program first does on the saved examples what the policy did. Raises PolicyError if it does
+        not, if anything is missing or altered, and for an artifact without a program.
         """
         place = Path(path)
         if place.suffix == ".onnx":
@@ -136,7 +136,7 @@ class OnnxPolicy:
         return tuple(self._homes)
 
     def check(self, examples: Arrays) -> None:
-        """Raise PolicyError where the program does not do, to 1e-5, what the policy did on its examples."""
+        """Raise PolicyError if the program does not do, to 1e-5, what the policy did on its examples."""
         computed: dict[str, list[NDArray[Any]]] = {}
         for name, array in self._played(examples):
             computed.setdefault(name, []).append(array.reshape(-1))
@@ -276,7 +276,7 @@ def difference(
     """The place of the first number of computed arrays any[n] that differs from the saved one, and how; None: none.
 
     exact          True: to the bit; False: floats within 1e-5
-    close_calls    True: a few whole numbers may differ, where two actions are about as likely
+    close_calls    True: a few whole numbers may differ, if two actions are about as likely
     """
     is_whole = saved.dtype.kind != "f"
     if exact or is_whole:

@@ -138,7 +138,7 @@ def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
 
 
 def _own(kind: str, name: str) -> Any:
-    """rollflow's own class of this name; None where it has none."""
+    """rollflow's own class of this name; None if it has none."""
     found = getattr(importlib.import_module("rollflow.nodes"), name, None)
     return found if found is not None and kind in _BASES and _is_one(kind, found) else None
 
@@ -344,7 +344,7 @@ def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[st
 
 
 def set_states(pairs: list[tuple[ConnectorV2, Any]], where: str) -> None:
-    """Set each piece's state. Raises PolicyError where a piece does not take it."""
+    """Set each piece's state. Raises PolicyError if a piece does not take it."""
     for piece, state in pairs:
         if isinstance(piece, ConnectorPipelineV2):
             set_states(state, f"{where}/{piece.name}")
@@ -436,7 +436,7 @@ def module_of(
 
 
 def _check_weights(expected: Mapping[str, Any], weights: Mapping[str, Any], where: str) -> None:
-    """Raise PolicyError where weights are not of a module's names, shapes and dtypes."""
+    """Raise PolicyError if weights are not of a module's names, shapes and dtypes."""
     missing, unused = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unused:
         raise PolicyError(f"{where}: weights are missing: {missing}, and unused: {unused}")
@@ -452,7 +452,7 @@ def _kind(value: Any) -> str:
 def _made(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], where: str) -> Any:
     """A module that is to get these weights.
 
-    One of rollflow's own is refused where it would be larger than they are, and has no memory for weights before.
+    One of rollflow's own is refused if it would be larger than they are, and has no memory for weights before.
     """
     with refused(f"{where}: {cls.__name__} can't be made of {sorted(arguments)}"):
         if cls.__module__.startswith("rollflow."):

@@ -98,7 +98,7 @@ def settled(pipelines: Sequence[ConnectorPipelineV2], device: Any, *, learns: bo
 
 
 def check_memory(space: gym.Space[Any], lookback: int) -> None:
-    """Raise PolicyError where a session would remember too many bytes of observations."""
+    """Raise PolicyError if a session would remember too many bytes of observations."""
     size = sum(leaf.nbytes for leaf in leaves_of(row_of(space, 1))) * lookback
     if size > MOST_BYTES_REMEMBERED:
         raise PolicyError(
@@ -119,7 +119,7 @@ def rows_of(observations: Tree, space: gym.Space[Any]) -> Tree:
 def ids_of(observations: Tree, sessions: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
     """The sessions of a call with observations, a tree of arrays any[N, ...]: those given, or 0 … N - 1.
 
-    Raises PolicyError where they are not N, and where there is no observation.
+    Raises PolicyError if they are not N, and if there is no observation.
     """
     leaves = leaves_of(observations)
     count = len(leaves[0]) if leaves and leaves[0].ndim else 0
@@ -169,7 +169,7 @@ class SessionLane(Lane):
         return self.first_step
 
     def checked(self, observations: Tree) -> Tree:
-        """The observations `any[N, ...]` in the dtypes of their space. Raises ColumnError where they don't fit."""
+        """The observations `any[N, ...]` in the dtypes of their space. Raises ColumnError if they don't fit."""
         self._incoming.write(0, observations)
         return map_tree(np.array, self._incoming.row(0))
 
@@ -459,7 +459,7 @@ class Policy:
             infos           N dicts that came with the observations; None: empty ones
 
         Raises ColumnError for observations that are not in the space; every session then is as it was. Raises
-        PolicyError for a session that comes twice, and where a piece looks back to rewards that did not come.
+        PolicyError for a session that comes twice, and if a piece looks back to rewards that did not come.
         """
         observations = rows_of(observations, self.observation_space)
         ids = ids_of(observations, sessions)
@@ -477,7 +477,7 @@ class Policy:
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:
-        """The sessions that have a memory; none where an action depends on the observation alone."""
+        """The sessions that have a memory; none if an action depends on the observation alone."""
         return self._sessions.ids
 
     def publish(self, weights: Weights) -> int:
@@ -541,9 +541,9 @@ class Policy:
     # Saving
 
     def save(self, path: str | os.PathLike[str], *, program: bool = False, onnx: bool = False) -> None:
-        """Write the policy to a folder, or to one file where the path ends in `.zip`, with the sessions left out.
+        """Write the policy to a folder, or to one file if the path ends in `.zip`, with the sessions left out.
 
-            program    True: with the module's forward passes as programs, which act where its class is not there;
+            program    True: with the module's forward passes as programs, which act if its class is not there;
                        those of a policy that acts by them are always saved
             onnx       True: with an ONNX program of the whole policy, for `OnnxPolicy`
 
@@ -605,7 +605,7 @@ class Policy:
             explore          None: as the policy was saved
             learns, seed     as for the constructor
 
-        Raises PolicyError where anything is missing, altered, unknown, or not allowed, and where a part differs.
+        Raises PolicyError if anything is missing, altered, unknown, or not allowed, and if a part differs.
         """
         if isinstance(allow, str):
             raise PolicyError(f"allow is {allow!r}, expected a list of packages: allow=[{allow!r}]")
@@ -717,7 +717,7 @@ class Policy:
         return columns
 
     def _output(self, observations: Tree) -> Batch | None:
-        """The module's output for observations that no lane has; None where the pieces before it need a lane."""
+        """The module's output for observations that no lane has; None if the pieces before it need a lane."""
         batch = self.env_to_module.run_on(self.module, observations)
         if batch is None:
             return None
@@ -738,7 +738,7 @@ class Policy:
 
 
 def save_all(policies: Mapping[Path, Policy], *, program: bool = False, onnx: bool = False) -> None:
-    """Write policies to their paths, as `Policy.save` does; nothing is written where one of them can't be saved."""
+    """Write policies to their paths, as `Policy.save` does; nothing is written if one of them can't be saved."""
     made = {path: policy._files(path, program=program, onnx=onnx) for path, policy in policies.items()}
     for path, files in made.items():
         artifact_files.write_files(path, files)
@@ -778,7 +778,7 @@ class AgentPolicies:
             module_id    None: of the module that the agent is mapped to
             options      of `Policy`
 
-        Raises PolicyError for an unknown agent, and where its module is up to the episode, or it can't act alone.
+        Raises PolicyError for an unknown agent, and if its module is up to the episode, or it can't act alone.
         """
         if self._acting.joint is not None:
             raise PolicyError(f"joint_connector pieces see all agents together, and agent {agent!r} can't act alone")
@@ -802,7 +802,7 @@ class AgentPolicies:
     def to_save(self, path: Path, agent: Any, module_id: Any, **options: Any) -> dict[Path, Policy]:
         """Path -> the policy of an agent or of a module; None for both: those of all modules, in folders of their own.
 
-        Raises as `of` does, and PolicyError where several can't be saved at the path.
+        Raises as `of` does, and PolicyError if several can't be saved at the path.
         """
         if agent is not None or module_id is not None:
             return {path: self.of(self._acting.agent_of(module_id) if agent is None else agent, module_id, **options)}

@@ -186,7 +186,7 @@ def _weight(program: torch.export.ExportedProgram, target: str, constants: Const
 
 
 def _name_of(target: Any) -> str | None:
-    """The name of an operation; None for one that checks alone. Raises PolicyError where programs can't have it."""
+    """The name of an operation; None for one that checks alone. Raises PolicyError if programs can't have it."""
     name = target.__name__ if getattr(target, "__module__", "") == "_operator" else str(target)
     if name.startswith(tuple(f"aten.{check}" for check in _CHECKS)):
         return None
@@ -284,7 +284,7 @@ class ProgramModule(RLModule):
         )
 
     def check(self, batch: Batch) -> None:
-        """Raise PolicyError where a pass over a batch like this one would fail, or take too much memory."""
+        """Raise PolicyError if a pass over a batch like this one would fail, or take too much memory."""
         for key in PASSES:
             with refused(f"programs: {key} can't be run"):
                 self._run(key, map_tree(lambda leaf: leaf.to("meta"), batch), checks=True)

@@ -81,7 +81,7 @@ def _shape(shape: Any, where: str) -> tuple[int, ...]:
 
 
 def _plain(field: Any) -> Any:
-    """A space's field as JSON has it; of an array one number where all are the same, else all in a flat list."""
+    """A space's field as JSON has it; of an array one number if all are the same, else all in a flat list."""
     if isinstance(field, np.dtype):
         return str(field)
     if not isinstance(field, np.ndarray):

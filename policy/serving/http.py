@@ -59,9 +59,9 @@ _LEFT = 1000  # WebSocket's code of a connection that was closed on purpose
 class Conversation:
     """One client's messages over an accepted WebSocket; each is answered once it is acted on.
 
-    policy    that acts where a message names none; None: the only one
+    policy    that acts if a message names none; None: the only one
 
-    A client that has said `hello` has sessions of its own. They are forgotten where it leaves; where its connection
+    A client that has said `hello` has sessions of its own. They are forgotten if it leaves; if its connection
     breaks, they go on by the next one.
     """
 
@@ -275,12 +275,12 @@ class HttpServer(ClosedOnExit):
             fields    observation    an item of the observation space
                       reward         of the session's action before; may be missing
                       session        a text or a number; missing: an observation by itself
-                      begins         true where an episode begins
+                      begins         true if an episode begins
                       number         of the request in its session, from 0 on; may be missing
                       version        of the policy, a text; missing: the session's own, or the newest
             client    whose session it is; None: it is the same one for all clients
 
-        Raises ServingError: RequestError, with the field, where one is wrong.
+        Raises ServingError: RequestError, with the field, if one is wrong.
         """
         _check_fields(fields, _FIELDS, "observation")
         space = self.shelf.newest(name).policy.observation_space
@@ -290,7 +290,7 @@ class HttpServer(ClosedOnExit):
     async def act_batch(self, name: str, fields: Any, client: str | None = None) -> list[Acted | BaseException]:
         """The answers to `fields`: observations any[N, ...], and lists of N of the other fields, as `act` has them.
 
-        Raises ServingError where a field is wrong, and returns it where only some observations have no action.
+        Raises ServingError if a field is wrong, and returns it if only some observations have no action.
         """
         _check_fields(fields, _BATCH_FIELDS, "observations")
         columns = {column: fields[column] for column in _COLUMNS if fields.get(column) is not None}

@@ -99,7 +99,7 @@ class ActRequest(NamedTuple):
     reward         for the session's action before; NaN: none came
     begins         True: a new episode begins with this observation
     number         of the request in its session, from 0 on; None: not counted. The number that came last gets the
-                   same answer again, without another pass: a client may ask twice where its connection broke
+                   same answer again, without another pass: a client may ask twice if its connection broke
     deliver        takes (ticket, outcome) of some requests; called from another thread, once for each batch
     ticket         by which `deliver` knows the request
     """
@@ -194,7 +194,7 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
 
 
 def _check_discrete(space: gym.Space[Any], items: Any, field: str, which: str) -> None:
-    """Raise RequestError where items of a discrete space, an array any[N, ...] in its dtype, lie outside of it."""
+    """Raise RequestError if items of a discrete space, an array any[N, ...] in its dtype, lie outside of it."""
     if isinstance(space, spaces.Discrete):
         outside = (items < space.start) | (items >= space.start + space.n)
     elif isinstance(space, spaces.MultiDiscrete):

@@ -108,7 +108,7 @@ class SessionBook:
         return self.has_memory and session in self._records
 
     def leave(self, session: Hashable) -> bool:
-        """Forget a session; False where it has no memory. The policy releases it before the next batch."""
+        """Forget a session; False if it has no memory. The policy releases it before the next batch."""
         with self._lock:
             return self._drop(session)
 
@@ -151,7 +151,7 @@ class SessionBook:
         return None
 
     def enter(self, batch: Sequence[ActRequest]) -> list[Hashable]:
-        """The policy's own sessions for the requests of a batch, reset where an episode begins."""
+        """The policy's own sessions for the requests of a batch, reset if an episode begins."""
         now = monotonic()
         with self._lock:
             for request in batch:
@@ -424,7 +424,7 @@ class Shelf:
             self._batcher_for(name, request.session, request.begins, version).submit(request)
 
     def forget(self, name: str, session: Hashable) -> bool:
-        """Release a session's memory; False where none is there. Raises UnknownPolicyError."""
+        """Release a session's memory; False if none is there. Raises UnknownPolicyError."""
         return any([batcher.book.leave(session) for batcher in self.versions(name).values()])
 
     def forget_client(self, client: str) -> None:
@@ -475,7 +475,7 @@ class Shelf:
 
 
 def _part_of(weights: Mapping[str, Any], module_id: str) -> dict[str, Any]:
-    """The weights of one of several modules; empty where there are none."""
+    """The weights of one of several modules; empty if there are none."""
     begin = f"{module_id}/"
     return {name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)}
 

@@ -23,7 +23,7 @@ _SEQUENCES = {"tuple": tuple, "list": list}
 
 
 def import_pyarrow() -> tuple[Any, Any]:
-    """The modules `pyarrow` and `pyarrow.parquet`. Raises DatasetError where they are not installed."""
+    """The modules `pyarrow` and `pyarrow.parquet`. Raises DatasetError if they are not installed."""
     require_packages("a dataset", "datasets", "pyarrow", error=DatasetError)
     import pyarrow
     import pyarrow.parquet

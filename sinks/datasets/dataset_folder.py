@@ -87,7 +87,7 @@ class DatasetFolder(LockedFolder):
         return numbers if self._committed is None else [each for each in numbers if each in self._committed]
 
     def check_pairs(self) -> list[int]:
-        """Return `numbers()`. Raises DatasetError where steps are missing that were committed.
+        """Return `numbers()`. Raises DatasetError if steps are missing that were committed.
 
         A kill leaves only the last file of episodes without its steps.
         """
@@ -112,7 +112,7 @@ class DatasetFolder(LockedFolder):
     # Reading
 
     def read(self) -> dict[str, Any]:
-        """The description. Raises DatasetError where there is none, or it is damaged or of a newer format."""
+        """The description. Raises DatasetError if there is none, or it is damaged or of a newer format."""
         path = self.path / DESCRIPTION
         try:
             text = json_of(path.read_bytes(), DESCRIPTION)
@@ -173,7 +173,7 @@ class DatasetFolder(LockedFolder):
     def remove_left(self) -> list[int]:
         """Remove files that were never committed, which a killed sink has left; return the numbers of the others.
 
-        Raises DatasetError where a file of steps is missing that was committed.
+        Raises DatasetError if a file of steps is missing that was committed.
         """
         committed = self.check_pairs()
         for kind in self._kinds():
@@ -199,7 +199,7 @@ class DatasetFolder(LockedFolder):
 
         modules    name of the folder -> `observation_space`, `action_space` and `columns`, or all that was read there
 
-        Logs that the runs are of several environments. Raises DatasetError where the dataset can't be written to.
+        Logs that the runs are of several environments. Raises DatasetError if the dataset can't be written to.
         """
         envs = [env for run in description["runs"] if (env := environment_of(run)) is not None]
         if others := sorted({*envs[1:]} - {*envs[:1]}):
@@ -259,7 +259,7 @@ def no_steps(path: Path) -> DatasetError:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which gets the name `folder` at the end of the block; after an error nothing stays.
 
-    Raises DatasetError where there is one of this name.
+    Raises DatasetError if there is one of this name.
     """
     if folder.exists():
         raise DatasetError(f"{folder} is there already, expected another name")
@@ -289,5 +289,5 @@ def checked_id(whose: str, id_: Any) -> str:
 
 
 def stored_ids(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
-    """Text -> id. Raises DatasetError for an id that no dataset can hold, and where two have one text."""
+    """Text -> id. Raises DatasetError for an id that no dataset can hold, and if two have one text."""
     return ids_by_text(whose, ids, DatasetError, partial(checked_id, whose))

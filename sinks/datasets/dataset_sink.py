@@ -464,7 +464,7 @@ class DatasetSink(ClosedOnExit):
     Steps of each rollout are a run of their own, and so are those of each run that a `DatasetSource` has read.
 
     Raises ValueError for arguments out of bounds; DatasetError without pyarrow, for metadata that JSON can't hold,
-    where another sink writes to the folder, and where nothing can be written there. A call raises DatasetError for a
+    if another sink writes to the folder, and if nothing can be written there. A call raises DatasetError for a
     fragment of another kind, after `close`, and if writing has failed.
     """
 
@@ -659,7 +659,7 @@ class DatasetSink(ClosedOnExit):
     def _described(self, fragment: AnyFragment) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]]:
         """The kind of each module of a fragment, by the name of its folder, and all agents and modules, by their texts.
 
-        Raises DatasetError for another kind than before, and where two ids have one text.
+        Raises DatasetError for another kind than before, and if two ids have one text.
         """
         is_one = isinstance(fragment, Fragment)
         if self._description is not None and is_one != ("columns" in self._description):

@@ -71,7 +71,7 @@ class DatasetSource(IterableDataset[Any]):
                              and as many of the next, which a thread reads meanwhile. The order of these windows is
                              shuffled, and that of the episodes in each
         passes               how often each episode comes in a loop; None: for ever
-        lookback             steps before a chunk that its episode shows, where a fragment begins within an episode;
+        lookback             steps before a chunk that its episode shows, if a fragment begins within an episode;
                              None: as many as the learner pieces and the module need, and at least 1
         rank, world_size     number of this process, and of all: each gets other episodes, and together they get all
         episodes             numbers of the episodes that are read, such as `numpy.flatnonzero(summary.returns > 400)`,
@@ -100,7 +100,7 @@ class DatasetSource(IterableDataset[Any]):
     of the episodes.
 
     Raises ValueError for arguments out of bounds, and for a `lookback` that is less than the pieces need; DatasetError
-    where there is no dataset, or one that is damaged. A batch raises ConnectorError where a piece looks back before the
+    if there is no dataset, or one that is damaged. A batch raises ConnectorError if a piece looks back before the
     first stored step of an episode whose beginning is missing: leave it out by `episodes`.
     """
 
@@ -185,7 +185,7 @@ class DatasetSource(IterableDataset[Any]):
     # Reading
 
     def episodes(self) -> Iterator[Any]:
-        """Whole episodes, one after the other; the first is the rest of one where a batch has had its beginning."""
+        """Whole episodes, one after the other; the first is the rest of one if a batch has had its beginning."""
         for fragment in self._fragments(1, whole=True):
             yield from fragment.episodes()  # none of an environment's in which no agent has made a step
 
@@ -342,7 +342,7 @@ class DatasetSource(IterableDataset[Any]):
 
 
 def _episodes_at(path: Path) -> ParquetEpisodes | MinariEpisodes | EnvEpisodes:
-    """The episodes at a path, by its files. Raises DatasetError where they can't be read."""
+    """The episodes at a path, by its files. Raises DatasetError if they can't be read."""
     if (data := minari_data_of(path)) is not None:
         return MinariEpisodes(data)
     folder = DatasetFolder(path)
@@ -374,8 +374,8 @@ def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints
 def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
     """Each file of steps and what is wrong with it or with its file of episodes; None: nothing.
 
-    Every byte is read, and has its checksum. Raises DatasetError where there is no dataset, where a file is missing,
-    and where no file is there.
+    Every byte is read, and has its checksum. Raises DatasetError if there is no dataset, if a file is missing,
+    and if no file is there.
     """
     description, numbers = folder.read(), folder.check_pairs()
     if not numbers:

@@ -120,7 +120,7 @@ class ReadAhead(threading.Thread, Generic[T]):
 
 
 def check_wanted() -> None:
-    """End a thread that reads ahead, where nobody wants any more what it reads; else do nothing."""
+    """End a thread that reads ahead, if nobody wants any more what it reads; else do nothing."""
     thread = threading.current_thread()
     if isinstance(thread, ReadAhead) and not thread.is_wanted:
         raise CancelledError

@@ -47,7 +47,7 @@ class MinariEpisodes:
 
     data    folder with the files: `minari_data_of`
 
-    Raises DatasetError without the package minari, and where it can't read the dataset.
+    Raises DatasetError without the package minari, and if it can't read the dataset.
     """
 
     def __init__(self, data: Path) -> None:
@@ -124,7 +124,7 @@ def write_minari(
         root           None: where Minari keeps its datasets
 
     Observations, actions, rewards and flags are written; pictures as they are, not as JPEG. The module's outputs are
-    left out. Raises DatasetError without the package minari, for an id that Minari can't have, and where there is such
+    left out. Raises DatasetError without the package minari, for an id that Minari can't have, and if there is such
     a dataset.
     """
     storage_class = _import_storage()
@@ -178,7 +178,7 @@ def _env_id_of(env_spec: Any) -> str | None:
 
 
 def _import_storage() -> Any:
-    """Minari's class that reads and writes datasets. Raises DatasetError where a package is missing."""
+    """Minari's class that reads and writes datasets. Raises DatasetError if a package is missing."""
     require_packages("a dataset of Minari's", "minari", "minari", "h5py", "PIL", error=DatasetError)
     from minari.dataset.minari_storage import MinariStorage
 

@@ -32,7 +32,7 @@ _COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "trun
 class EpisodeIndex:
     """E episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
 
-    Chunks of a run with one episode's id are one episode where each begins at the step at which the one before ended.
+    Chunks of a run with one episode's id are one episode if each begins at the step at which the one before ended.
     Where the beginning is missing, `t_started` is above 0. Where the end is missing, the episode is cut.
 
         folder     of the dataset, or of a module
@@ -167,7 +167,7 @@ def read_chunks(
 ) -> tuple[Any, list[int], dict[str, Any]]:
     """The table of a file's chunks, how many there are in each of its row groups, and footers by kind.
 
-    Raises DatasetError where the file of steps has others than a file of `EPISODES` says.
+    Raises DatasetError if the file of steps has others than a file of `EPISODES` says.
     """
     with opened(folder, kind, number) as file:
         sizes = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
@@ -208,7 +208,7 @@ class ParquetEpisodes(EpisodeIndex):
 
     more, piece_of    as of the index
 
-    Raises DatasetError where there is no dataset, or one that is damaged.
+    Raises DatasetError if there is no dataset, or one that is damaged.
     """
 
     def __init__(

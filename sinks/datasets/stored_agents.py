@@ -36,7 +36,7 @@ class ModuleEpisodes(ParquetEpisodes):
     piece      i64[A]    number of the environment's episode
     last_t     i64[A]    steps of the environment's episode before the agent's last observation
 
-    Raises DatasetError where one is of no environment's episode.
+    Raises DatasetError if one is of no environment's episode.
     """
 
     def __init__(self, module_id: Any, folder: DatasetFolder, envs: "EnvEpisodes") -> None:
@@ -65,7 +65,7 @@ class EnvEpisodes(EpisodeIndex):
     columns                              module id -> name -> description
     observation_space, action_space      module id -> space
 
-    The others are those of an `EpisodeStore`, in env steps. Raises DatasetError where there is no dataset, or one that
+    The others are those of an `EpisodeStore`, in env steps. Raises DatasetError if there is no dataset, or one that
     is damaged.
     """
 

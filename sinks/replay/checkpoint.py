@@ -55,7 +55,7 @@ class CheckpointFolder(LockedFolder):
     def since(self) -> list[int]:
         """For each table, the position up to which a state for `write` may leave out rows.
 
-        Nothing where another replay has written here.
+        Nothing if another replay has written here.
         """
         try:
             known = self._manifest()

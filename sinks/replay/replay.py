@@ -50,7 +50,7 @@ class SamplesPerInsert:
 
         ratio           steps sampled for each step inserted, above 0
         min_size        steps that must be there before the first sample, from 1 on
-        error_buffer    sampled steps by which either side may be ahead; more, where the inserts and samples so far
+        error_buffer    sampled steps by which either side may be ahead; more, if the inserts and samples so far
                         would hold up each other with so few
 
     Raises ValueError for numbers outside these bounds.
@@ -134,7 +134,7 @@ class RateLimiter:
     def admits_sample(self, steps: int, inserted: int, removed: int) -> bool:
         """True if so many steps may be sampled.
 
-        The buffer suits the samples so far. A larger sample goes on where the largest insert would have to wait, so
+        The buffer suits the samples so far. A larger sample goes on if the largest insert would have to wait, so
         that one of them always goes on.
         """
         rate = self.rate
@@ -516,9 +516,9 @@ class Replay:
     def insert(self, fragment: AnyFragment, *, wait_s: float | None = 0.0) -> None:
         """Copy a fragment's steps; the oldest make room.
 
-        wait_s    seconds to wait for other threads' samples, where the rate holds the insert back; None: any time
+        wait_s    seconds to wait for other threads' samples, if the rate holds the insert back; None: any time
 
-        Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind, or that are too
+        Raises ReplayError if the rate lets it through no sooner, and for fragments of another kind, or that are too
         large; none of their steps is there then.
         """
         with self._lock:
@@ -538,10 +538,10 @@ class Replay:
     def sample(self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None) -> Batch:
         """A batch of `count` rows; None: of `batch_size`.
 
-        wait_s       seconds to wait for other threads' inserts, where the rate holds the sample back; None: any time
+        wait_s       seconds to wait for other threads' inserts, if the rate holds the sample back; None: any time
         max_bytes    of the batch; None: any number
 
-        Raises ReplayError where the rate lets it through no sooner, and where nothing can be sampled, or the batch is
+        Raises ReplayError if the rate lets it through no sooner, and if nothing can be sampled, or the batch is
         larger; nothing is counted or removed then.
         """
         count = self.batch_size if count is None else checked_count("count", count, 1)
@@ -658,7 +658,7 @@ class Replay:
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
 
-        Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
+        Raises ReplayError if the arguments differ. Steps of several agents that were there before stay then.
         """
         for name, own in self._arguments().items():
             if (found := state.get(name)) != own:
@@ -688,7 +688,7 @@ class Replay:
                 self._folder.write(self.get_state(self._folder.since()))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take the state of a folder that `save` has written. Raises ReplayError where it is missing or altered."""
+        """Take the state of a folder that `save` has written. Raises ReplayError if it is missing or altered."""
         with self._saving:
             folder = CheckpointFolder(path)
             self.set_state(folder.read())
@@ -812,7 +812,7 @@ def _admit(parts: Parts) -> bool:
 
 
 def _check_max_samples(max_samples: int | None, sampler: Sampler, rate: SamplesPerInsert | None) -> None:
-    """Raise ReplayError where a sampler, or the ratio of a rate, can't do with `max_samples`."""
+    """Raise ReplayError if a sampler, or the ratio of a rate, can't do with `max_samples`."""
     if max_samples is not None and isinstance(sampler, Sequences):
         raise ReplayError(
             "max_samples removes single steps, which Sequences would draw again beside others; expected another "

@@ -287,7 +287,7 @@ class RowIndex:
         lane    name of the lane; of several lanes with one name, which two rollouts with one seed have, episodes are
                 not joined
 
-        Raises ReplayError where the fragment is larger than the ring.
+        Raises ReplayError if the fragment is larger than the ring.
         """
         lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
         opened = self._opened(lane, layout)
@@ -495,7 +495,7 @@ class Storage:
               zeros before the episode's first. They are put together when sampled. 1: the observation itself
     extra     names of the module's outputs to be kept; None: all
 
-    Raises ValueError for a number of frames that is none, or below 1, and where `extra` is no tuple of names; TypeError
+    Raises ValueError for a number of frames that is none, or below 1, and if `extra` is no tuple of names; TypeError
     for what is no path.
     """
 
@@ -524,7 +524,7 @@ class RowColumns:
     trees       name -> tree of arrays any[num_rows, ...]
     apart       names of the columns that are not packed
 
-    Raises ReplayError where there is a file at the path, or none can be made.
+    Raises ReplayError if there is a file at the path, or none can be made.
     """
 
     def __init__(
@@ -550,7 +550,7 @@ class RowColumns:
         return sum(leaf.nbytes for leaves in self._leaves.values() for leaf in leaves)
 
     def check(self, columns: Mapping[str, Tree]) -> None:
-        """Raise ReplayError where a fragment's columns, any[rows, N, ...], are of other names or kinds than these."""
+        """Raise ReplayError if a fragment's columns, any[rows, N, ...], are of other names or kinds than these."""
         for name in self._kinds.keys() | columns.keys():
             own, tree = self._kinds.get(name), columns.get(name)
             other = None if tree is None else map_tree(lambda leaf: (leaf.dtype, leaf.shape[2:]), tree)
@@ -631,7 +631,7 @@ class RowColumns:
 
 
 def _mapped(path: str | os.PathLike[str], size: int) -> NDArray[np.uint8]:
-    """Memory u8[size] of a new file, which no longer has a name. Raises ReplayError where none can be made."""
+    """Memory u8[size] of a new file, which no longer has a name. Raises ReplayError if none can be made."""
     try:
         with open(path, "x+b") as file:
             os.unlink(path)

@@ -206,7 +206,7 @@ class SampledNStepReturns(ConnectorV2):
         terminateds, truncateds    bool[B]        those of step t + m - 1, as is any `bootstrap_from`
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
-    m is less than `n_step` where the episode ends, or has not gone on yet. Single rewards are those that were inserted,
+    m is less than `n_step` if the episode ends, or has not gone on yet. Single rewards are those that were inserted,
     or those that `HindsightGoals` before this piece computed for the row's goal, which `new_obs` has too. All other
     pieces stand behind this one. Raises ReplayError outside a replay, and for sequences.
     """
@@ -319,7 +319,7 @@ class HindsightGoals(ConnectorV2):
 
 
 def check_order(pieces: Sequence[ConnectorV2]) -> None:
-    """Raise ReplayError where a piece before one that takes rewards from the replay could have changed them."""
+    """Raise ReplayError if a piece before one that takes rewards from the replay could have changed them."""
     for before, piece in pairwise(pieces_within(pieces)):
         is_summing = isinstance(piece, SampledNStepReturns) and not isinstance(before, HindsightGoals)
         if is_summing or isinstance(piece, HindsightGoals):

@@ -40,7 +40,7 @@ class Sampler(abc.ABC):
 
     parts    samplers that it draws by, which get what it is told
 
-    A draw of a sampler of one's own is refused, by ReplayError, where a position holds no step that may be sampled.
+    A draw of a sampler of one's own is refused, by ReplayError, if a position holds no step that may be sampled.
     """
 
     parts: Sequence["Sampler"] = ()
@@ -165,8 +165,8 @@ class Mixture(Sampler):
 class Sequences(Sampler):
     """Draws rows of consecutive steps of one episode.
 
-        length     steps to be trained on, from 1 on; fewer where the episode ends, or has not gone on yet
-        burn_in    steps before those, for a recurrent module's state; fewer where the episode begins, or its older
+        length     steps to be trained on, from 1 on; fewer if the episode ends, or has not gone on yet
+        burn_in    steps before those, for a recurrent module's state; fewer if the episode begins, or its older
                    steps are gone
         of         sampler of the step with which the steps to be trained on begin
 

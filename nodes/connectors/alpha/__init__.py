@@ -159,13 +159,13 @@ class Connector:
         self._is_training = False
 
     def bind(self, ctx: ConnectorContext | None) -> None:
-        """Take a pipeline's context where the connector has none of its own."""
+        """Take a pipeline's context if the connector has none of its own."""
         if self.ctx is None:
             self.ctx = ctx
 
     @property
     def context(self) -> ConnectorContext:
-        """The context. Raises ConnectorError where there is none."""
+        """The context. Raises ConnectorError if there is none."""
         if self.ctx is None:
             raise ConnectorError(
                 f"{type(self).__name__} has no context, expected {type(self).__name__}(ctx), or a pipeline with one"
@@ -177,7 +177,7 @@ class Connector:
 
 
 class AgentConnector(Connector):
-    """A connector before the policy; a subclass overrides `transform`, or `__call__` where agents depend on each other.
+    """A connector before the policy; a subclass overrides `transform`, or `__call__` if agents depend on each other.
 
     Agents of one environment that are mapped to one policy come as one list.
     """
@@ -232,7 +232,7 @@ def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type
 
     fn    takes the data of one agent and returns it; `d["new_obs"]` and `d.data["new_obs"]` both read a column
 
-    Raises ConnectorError for a function that takes another number of arguments. The connector raises it where the
+    Raises ConnectorError for a function that takes another number of arguments. The connector raises it if the
     function returns anything else.
     """
 
@@ -260,7 +260,7 @@ def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], Po
 
     fn    takes actions, states and fetches, and returns the three
 
-    Raises ConnectorError for a function that takes another number of arguments. The connector raises it where the
+    Raises ConnectorError for a function that takes another number of arguments. The connector raises it if the
     function does not return a tuple of three.
     """
 
@@ -332,7 +332,7 @@ class ConnectorPipeline(NamedPieces, Connector):
             connector.bind(ctx)
 
     def remove(self, name_or_class: NameOrClass) -> None:
-        """Take a connector out. Raises ConnectorError where there is none of the name."""
+        """Take a connector out. Raises ConnectorError if there is none of the name."""
         self._edit(self._without(name_or_class))
 
     def _edit(self, pieces: list[Any]) -> None:
@@ -420,7 +420,7 @@ def _is_action_data(item: Any) -> bool:
 
 
 def columns_of(connector: AgentConnector, ac_data: AgentConnectorDataType) -> dict[str, Any]:
-    """The columns of an agent's data. Raises ConnectorError where they are the policy's input already."""
+    """The columns of an agent's data. Raises ConnectorError if they are the policy's input already."""
     data = ac_data.data
     if not isinstance(data, dict):
         raise ConnectorError(
@@ -708,7 +708,7 @@ def local_policy_inference(
         explore       False: the likeliest action; True or None: a sampled one
 
     Where the step before has ended its episode, as `terminated` or `truncated` said, the next call begins a new one.
-    Raises ConnectorError for a policy without connectors, and where these do not make the policy's input.
+    Raises ConnectorError for a policy without connectors, and if these do not make the policy's input.
     """
     given = {
         SampleBatch.NEXT_OBS: obs,

@@ -43,7 +43,7 @@ CHOSEN_BY = "chosen_by"
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NumpyToTensor(ColumnPiece):
-    """Turns every array of the batch into a torch tensor of the same dtype, without a copy where possible.
+    """Turns every array of the batch into a torch tensor of the same dtype, without a copy if possible.
 
         pin_memory    True: through page-locked memory, from which copies to a GPU need not be waited for
         device        of the tensors; None leaves them in main memory
@@ -137,14 +137,14 @@ def _leaf(leaf: Any) -> Any:
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The array as a tensor, without a copy where possible; its memory is as `aligned` has it."""
+    """The array as a tensor, without a copy if possible; its memory is as `aligned` has it."""
     # torch can't share what is read-only, of which it warns, or what runs backwards.
     shared = array.flags.writeable and (array.flags.c_contiguous or min(array.strides) >= 0)
     return aligned(torch.from_numpy(array if shared else array.copy()))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where its memory does not begin at a multiple of 16 bytes.
+    """The tensor, or a copy of it if its memory does not begin at a multiple of 16 bytes.
 
     Matrix products may round differently there: the same observation, in another row of a fragment, would give other
     last bits.
@@ -158,7 +158,7 @@ def as_array(leaf: Any) -> Any:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """The tensor as an array, without a copy where possible."""
+    """The tensor as an array, without a copy if possible."""
     try:
         return tensor.numpy()
     except (RuntimeError, TypeError):  # requires grad, is not in main memory, or is of a dtype that numpy lacks
@@ -170,10 +170,10 @@ def array_of(tensor: torch.Tensor) -> Any:
 class BatchIndividualItems(ColumnPiece):
     """Turns columns in list form into trees of arrays `any[B, ...]`, episode by episode in order.
 
-    multi_agent    True where columns may be under module ids
+    multi_agent    True if columns may be under module ids
 
     Items that were added as arrays are joined end to end. Columns that are arrays already stay as they are, and infos
-    stay a list. Raises ConnectorError, naming the column, where items do not have one shape.
+    stay a list. Raises ConnectorError, naming the column, if items do not have one shape.
     """
 
     multi_agent: bool = False
@@ -244,7 +244,7 @@ def _dealt_out(data: dict[tuple[Any, ...], list[Any]], keys: list[tuple[Any, ...
 
 
 def num_rows_of(item: Tree) -> int:
-    """The number of items that an item stands for: several where it came as arrays with a leading axis."""
+    """The number of items that an item stands for: several if it came as arrays with a leading axis."""
     return len(leaves_of(item)[0]) if _is_batched(item) else 1
 
 
@@ -377,7 +377,7 @@ Call = TypeVar("Call", bound=Callable[..., Batch])
 
 
 def module_by_module(call: Call) -> Call:
-    """Decorate a piece's `__call__` so that it is called once for each module, where episodes have agents of modules.
+    """Decorate a piece's `__call__` so that it is called once for each module, if episodes have agents of modules.
 
     Each call gets the module, `rl_module[module id]`, the single-agent episodes of its agents, and its part of the
     batch. That part is `batch[module id]` where the batch is by modules already. Else it has the columns of the agents'

@@ -204,12 +204,12 @@ class AddTimeDimToBatchAndZeroPad(ActingOrLearning):
     While acting, an item `any[...]` becomes `any[1, ...]`. For training, each episode's items become rows of
     `max_seq_len` steps, `any[L, ...]`; the last row is padded on the right with zeros. Added are
 
-        loss_mask    bool[rows, L]  False where padded
+        loss_mask    bool[rows, L]  False if padded
         seq_lens     i64[rows]      steps of each row without the padding
 
     `max_seq_len` is that of the module's `model_config`, else 20. In list form each row is one item.
 
-    Does nothing for a module that is not stateful, and where the batch has `state_in` already. Raises ConnectorError
+    Does nothing for a module that is not stateful, and if the batch has `state_in` already. Raises ConnectorError
     for a column that does not have one item for each step.
     """
 
@@ -330,7 +330,7 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
     lookback's last `state_out`. Further rows have the `state_out` of the step before. Where the batch has `new_obs`,
     `next_state_in` is the state before the row's first one of those.
 
-    Does nothing for a module that is not stateful, and where the batch has `state_in`. Raises ConnectorError for a
+    Does nothing for a module that is not stateful, and if the batch has `state_in`. Raises ConnectorError for a
     chunk without `state_out`, or without the lookback that it needs. Raises ModuleError for a module without
     `state_out`, or with one unlike its initial state.
     """

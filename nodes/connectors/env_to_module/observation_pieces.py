@@ -39,7 +39,7 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 class ObservationRewriter(ConnectorV2):
     """Base of pieces that rewrite every episode's last observation.
 
-    A subclass overrides `rewritten`, or `of_lane` and `of_episode` where other columns are needed as well.
+    A subclass overrides `rewritten`, or `of_lane` and `of_episode` if other columns are needed as well.
     """
 
     columnar = True
@@ -183,7 +183,7 @@ def _one_hot_space(space: Space) -> Space:
 class FlattenObservations(ObservationRewriter):
     """Rewrites every episode's last observation as a vector, f32[D]; before a learner, adds `obs`, f32[B, D].
 
-        multi_agent             True where the spaces are Dicts by agent ids
+        multi_agent             True if the spaces are Dicts by agent ids
         agent_ids               the agents whose observations are flattened; None: all
         as_learner_connector    True before a learner. With the piece in the env-to-module pipeline the episodes'
                                 observations are flat already
@@ -269,14 +269,14 @@ class FlattenObservations(ObservationRewriter):
 class PrevActionsPrevRewards(ObservationRewriter):
     """Rewrites every episode's last observation as a dict of itself and the last steps' actions and rewards.
 
-        multi_agent       True where the spaces are Dicts by agent ids
+        multi_agent       True if the spaces are Dicts by agent ids
         n_prev_actions    number of actions; with 0 that part is left out
         n_prev_rewards    number of rewards; likewise
 
-    The parts, oldest step first, zeros where the episode has no such step:
+    The parts, oldest step first, zeros if the episode has no such step:
 
         _orig_obs         the observation as it was
-        prev_n_actions    f32[n_prev_actions * D]: each action as a vector, one-hot where it is a whole number
+        prev_n_actions    f32[n_prev_actions * D]: each action as a vector, one-hot if it is a whole number
         prev_n_rewards    f32[n_prev_rewards]
 
     Raises ConnectorError for an action space without numbers, ValueError for counts below 0.

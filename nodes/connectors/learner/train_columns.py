@@ -57,8 +57,8 @@ class TrainSteps:
 
     lengths        i64[C]   steps of each chunk
     lasts          i64[K]   place of each chunk's last step, of the K chunks that have one
-    terminated     bool[C]  True where the chunk's last step terminated its episode
-    truncated      bool[C]  True where it truncated the episode
+    terminated     bool[C]  True if the chunk's last step terminated its episode
+    truncated      bool[C]  True if it truncated the episode
     steps_left     i64[B]   steps from each one to its chunk's end, itself included
     """
 
@@ -103,7 +103,7 @@ class TrainSteps:
         return tuple(name for name in named[0] if all(name in others for others in named)) if named else ()
 
     def rewards(self) -> Floats:
-        """f32[B]: the batch's `rewards` where it has them, in any form, else those of the episodes.
+        """f32[B]: the batch's `rewards` if it has them, in any form, else those of the episodes.
 
         Raises ConnectorError for rewards that are not one for each step, and for sums over several steps.
         """
@@ -117,7 +117,7 @@ class TrainSteps:
         return self.one_each(Columns.REWARDS, self.recorded(Columns.REWARDS) if len(self) else (), ConnectorError)
 
     def one_each(self, column: str, values: Any, error: type[RollflowError]) -> Floats:
-        """Values of all steps as f32[B]. Raises `error` where they are not one number for each step."""
+        """Values of all steps as f32[B]. Raises `error` if they are not one number for each step."""
         numbers: Floats = self.xp.asarray(self._ours(values), dtype=self.xp.float32)
         if numbers.ndim > 1:
             topic = "module" if error is ModuleError else "piece"
@@ -137,13 +137,13 @@ class TrainSteps:
         return as_array(leaf) if self.device is None else tensors_of(leaf, self.device)
 
     def finite_rewards(self) -> Floats:
-        """f32[B]: `rewards`. Raises ConnectorError, with the chunk and the step, where one is NaN or infinite."""
+        """f32[B]: `rewards`. Raises ConnectorError, with the chunk and the step, if one is NaN or infinite."""
         rewards = self.rewards()
         self.check_finite(rewards, "the reward", ConnectorError)
         return rewards
 
     def check_finite(self, values: Floats, what: str, error: type[RollflowError]) -> None:
-        """Raise `error`, with the chunk and the step, where one of the values f32[B] is NaN or infinite."""
+        """Raise `error`, with the chunk and the step, if one of the values f32[B] is NaN or infinite."""
         if math.isfinite(values.sum(dtype=self.xp.float64)):
             return
         values = as_array(values)
@@ -158,7 +158,7 @@ class TrainSteps:
     def batched(self, column: str) -> Tree:
         """A column of the batch, in any form, as a tree of arrays or tensors `any[B, ...]`.
 
-        Raises ConnectorError where it is not one item for each step.
+        Raises ConnectorError if it is not one item for each step.
         """
         self._refuse_rows(column)
         alone = {column: self.batch[column]}
@@ -211,7 +211,7 @@ class TrainSteps:
         return following
 
     def check_kind(self, others: Tree) -> None:
-        """Raise ConnectorError where the batch has `obs` of another kind than other observations, `any[..., ...]`."""
+        """Raise ConnectorError if the batch has `obs` of another kind than other observations, `any[..., ...]`."""
         if Columns.OBS not in self.batch:
             return
         current, other = _shapes_of(self.batched(Columns.OBS)), _shapes_of(others)
@@ -287,9 +287,9 @@ class LearnerPiece(ColumnPiece):
 class StepsConnector(LearnerPiece):
     """Base of learner pieces that work out columns from all steps of the train batch at once, by `columns`.
 
-    keeps          columns that stay where the batch has them; with all of them there, nothing is done
+    keeps          columns that stay if the batch has them; with all of them there, nothing is done
     looks_ahead    whether it works out what comes after each chunk. It then does nothing for a batch without a
-                   step. It raises ConnectorError behind AddOneTsToEpisodesAndTruncate, where episodes have a step
+                   step. It raises ConnectorError behind AddOneTsToEpisodesAndTruncate, if episodes have a step
                    that they did not take
     uses_module    whether it calls the module, which is then in evaluation mode
     """
@@ -379,7 +379,7 @@ AddColumnsFromEpisodesToBatch = AddColumnsFromEpisodesToTrainBatch
 
 
 def _columns_of(episode: SingleAgentEpisode) -> dict[str, Any]:
-    """Column -> values of the episode's T steps: any[T, ...], or a list of T where the episode is in list form."""
+    """Column -> values of the episode's T steps: any[T, ...], or a list of T if the episode is in list form."""
     last = np.arange(len(episode)) == len(episode) - 1
     rewards = np.asarray(episode.get_rewards(), np.float32)
     return {
@@ -430,7 +430,7 @@ class AddNextObservationsFromEpisodesToTrainBatch(LearnerPiece):
     """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
 
     Where a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
-    that has `new_obs` already stays as it is. Raises ConnectorError where `obs` and `new_obs` would be of different
+    that has `new_obs` already stays as it is. Raises ConnectorError if `obs` and `new_obs` would be of different
     kinds.
     """
 
@@ -464,7 +464,7 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
 
     Episodes are extended in place; a read-only one makes way, in the list, for a copy. Each agent's episode of a
     multi-agent episode is extended by itself, so that its env steps no longer match. An episode without a step stays as
-    it is. Raises ConnectorError where a read-only episode is in no list.
+    it is. Raises ConnectorError if a read-only episode is in no list.
     """
 
     columnar = False
@@ -623,7 +623,7 @@ def values_of(
         states    before those observations, of a stateful module: a tree of arrays any[B, ...]
         on        the device to give a tensor on; None: an array is given
 
-    Raises ModuleError where the module has no `compute_values`, or does not give one finite number for each
+    Raises ModuleError if the module has no `compute_values`, or does not give one finite number for each
     observation.
     """
     name, compute_values = type(rl_module).__name__, getattr(rl_module, "compute_values", None)
@@ -669,9 +669,9 @@ def numbers_of(
 
 
 def values_after(piece: str, rl_module: Any, steps: TrainSteps) -> Floats:
-    """f32[C]: the value of the observation after each chunk's last step, 0 where the episode terminated.
+    """f32[C]: the value of the observation after each chunk's last step, 0 if the episode terminated.
 
-    Raises ConnectorError where that observation is of another kind than the batch's `obs`.
+    Raises ConnectorError if that observation is of another kind than the batch's `obs`.
     """
     after: Floats = steps.zeros(len(steps.lengths))
     lasting = np.flatnonzero(~steps.terminated & (steps.lengths > 0))
@@ -694,8 +694,8 @@ class GeneralAdvantageEstimation(StepsConnector):
         lambda_                 weight of longer returns, 0 … 1
         normalize_advantages    True: shift and scale `advantages` over the batch to mean 0 and deviation 1
 
-    Rewards and observations are the batch's where it has them, else the episodes'. Values are the recorded `vf_preds`
-    where the module gave them, else `rl_module.compute_values(batch)`.
+    Rewards and observations are the batch's if it has them, else the episodes'. Values are the recorded `vf_preds`
+    if the module gave them, else `rl_module.compute_values(batch)`.
 
     The value of the observation after a chunk's last step is always computed anew. It stands in for all that comes
     after, unless the episode terminated there: truncation and the fragment's end are no ends of the task. A piece
@@ -768,11 +768,11 @@ class VTrace(StepsConnector):
         vs_t          = V_t + min(rho_clip, rho_t) (r_t + gamma V_t+1 - V_t) + gamma min(c_clip, rho_t) (vs_t+1 - V_t+1)
         advantage_t   = min(pg_rho_clip, rho_t) (r_t + gamma vs_t+1 - V_t)
 
-    After a chunk's last step, V and vs are the value of its last observation, or 0 where the episode terminated.
-    Observations and rewards are the batch's where it has them, else the episodes'. A piece that makes `obs` itself sets
+    After a chunk's last step, V and vs are the value of its last observation, or 0 if the episode terminated.
+    Observations and rewards are the batch's if it has them, else the episodes'. A piece that makes `obs` itself sets
     `shared_data["last_observations"]` to each chunk's last one. A column that the batch has already stays as it is.
 
-    Raises ConnectorError behind AddOneTsToEpisodesAndTruncate. Raises ModuleError for a stateful module, and where the
+    Raises ConnectorError behind AddOneTsToEpisodesAndTruncate. Raises ModuleError for a stateful module, and if the
     module or the episodes lack a column or a method.
     """
 
@@ -849,7 +849,7 @@ class ClipRewards(StepsConnector):
         sign         True: each reward's sign instead, -1, 0 or 1
 
     Rewards that the batch has already are clipped in place. Pieces behind this one that take rewards from the batch see
-    the clipped ones. Raises ValueError where the arguments clip nothing, or contradict each other.
+    the clipped ones. Raises ValueError if the arguments clip nothing, or contradict each other.
     """
 
     low: float | None = None
@@ -876,7 +876,7 @@ class ComputeReturnsToGo(StepsConnector):
 
         gamma    discount of rewards, 0 … 1
 
-    The sum ends with the chunk, also where that was cut or truncated. The rewards are the batch's where it has them,
+    The sum ends with the chunk, also if that was cut or truncated. The rewards are the batch's if it has them,
     else the episodes'. A batch that has `returns_to_go` already stays as it is.
     """
 
@@ -902,11 +902,11 @@ class NStepReturns(StepsConnector):
 
         rewards                    f32[B]         sum of gamma**k * r[t + k] over k < m
         new_obs                    any[B, ...]    observation t + m
-        terminateds, truncateds    bool[B]        True where step t + m - 1 ended the episode so
-        bootstrap_from             u8[B]          that of step t + m - 1, where episodes have it
+        terminateds, truncateds    bool[B]        True if step t + m - 1 ended the episode so
+        bootstrap_from             u8[B]          that of step t + m - 1, if episodes have it
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
-    The single rewards are the batch's where it has them, else the episodes'. The columns above are replaced, since one
+    The single rewards are the batch's if it has them, else the episodes'. The columns above are replaced, since one
     of them is wrong without the others. Where a piece before has made the batch's `obs`, `new_obs` are made of those. A
     batch that has `n_step` already stays as it is.
 

@@ -62,7 +62,7 @@ class ActionPiece(ColumnPiece):
 
 
 class GetActions(ActionPiece):
-    """Adds `actions`, `any[N, ...]`, and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
+    """Adds `actions`, `any[N, ...]`, and `action_logp`, f32[N], if the module gave `action_dist_inputs` alone.
 
     With `explore` actions are sampled, else they are the likeliest. Sampling uses the generator in
     `shared_data["generator"]`, or the faster `Races` in `shared_data["races"]` for plain logits of one Discrete action.
@@ -149,7 +149,7 @@ class GetActions(ActionPiece):
             batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
 
     def distribution_type(self, rl_module: Any, *, explore: bool, agent_id: Any = None) -> Any:
-        """The maker of the module's distributions. Raises ModuleError where neither module nor piece has a space.
+        """The maker of the module's distributions. Raises ModuleError if neither module nor piece has a space.
 
         agent_id    of one of the module's agents; None: of a single agent
         """
@@ -167,7 +167,7 @@ class GetActions(ActionPiece):
 
 
 def _is_by_module(batch: Batch, shared_data: dict[str, Any]) -> bool:
-    """True for several modules' outputs, by module id, which may be empty where no agent is to act."""
+    """True for several modules' outputs, by module id, which may be empty if no agent is to act."""
     if not batch:
         return MEMORIZED in shared_data
     return all(isinstance(each, dict) and not _OUTPUTS.isdisjoint(each) for each in batch.values())
@@ -217,7 +217,7 @@ def rules_all_out(logits: NDArray[Any]) -> bool:
 
 
 def are_usable(logits: NDArray[np.float32], logp: NDArray[np.float32], may_mask: bool) -> bool:
-    """False where logits, f32[N, n] of one Discrete action, may be NaN or +inf, or rule every action of a row out.
+    """False if logits, f32[N, n] of one Discrete action, may be NaN or +inf, or rule every action of a row out.
 
     logp        f32[N]  log-probabilities of actions sampled from them
     may_mask    whether finite logits may rule actions out
@@ -320,8 +320,8 @@ class UnBatchToIndividualItems(ColumnPiece):
     """Turns trees of arrays `any[N, ...]` into `(episode id,) -> [item]`, in the episodes' order.
 
     A batch by module ids becomes `module id -> column -> (episode id, agent id, module id) -> [item]`. The order is
-    that which `AgentToModuleMapping` keeps in `shared_data`. Arrays stay where all pieces after this one work with
-    columns. Raises ConnectorError where a column does not have one row per episode.
+    that which `AgentToModuleMapping` keeps in `shared_data`. Arrays stay if all pieces after this one work with
+    columns. Raises ConnectorError if a column does not have one row per episode.
     """
 
     def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
@@ -417,7 +417,7 @@ class ListifyDataForVectorEnv(ActionPiece):
     """Turns `(episode id,) -> [item]` into lists with one item per slot, and actions into arrays `any[N, ...]`.
 
     With multi-agent episodes, `(episode id, agent id, module id) -> [item]` becomes a list with one dict per slot:
-    agent id -> item. Actions do as well, also where no agent is to act: every dict is empty then.
+    agent id -> item. Actions do as well, also if no agent is to act: every dict is empty then.
 
     Columns that are arrays already, one row per slot, stay as they are. Raises ConnectorError for items of an unknown
     episode, an episode without its one item, and an agent that is to act without an action.
@@ -698,7 +698,7 @@ class _Exploration(ActionPiece):
 
     A lane's steps are those of the run: a lane that begins anew, or joins, goes on where the run is. Without
     exploration (`explore=False`) nothing changes. Raises ValueError for a schedule that is neither. Raises
-    ConnectorError for a value outside the piece's range, for actions that the piece is not for, and where
+    ConnectorError for a value outside the piece's range, for actions that the piece is not for, and if
     `actions_for_env` is made already.
 
     is_normalized    True if a later piece scales actions from -1 … 1 to the environments' bounds
@@ -794,7 +794,7 @@ class EpsilonGreedy(_Exploration):
     `action_logp`, f32[N], becomes that of this choice. Without exploration (`explore=False`) it changes nothing.
 
     Raises ValueError for another schedule; ConnectorError for other actions, and for a value outside 0 … 1; ModuleError
-    where every action is ruled out.
+    if every action is ruled out.
     """
 
     limits: ClassVar[dict[str, Any]] = {"least": 0.0, "most": 1.0}
@@ -917,7 +917,7 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
 def arrange_exploration(pieces: Iterable[ConnectorV2]) -> None:
     """Tell the exploration among a pipeline's pieces, those of nested ones in their places, what comes behind it.
 
-    Raises ConnectorError where it comes behind `NormalizeAndClipActions`: the environments would get nothing of it.
+    Raises ConnectorError if it comes behind `NormalizeAndClipActions`: the environments would get nothing of it.
     """
     before: list[_Exploration] = []
     maker: NormalizeAndClipActions | None = None
@@ -941,7 +941,7 @@ def _too_late(piece: ConnectorV2, other: str) -> ConnectorError:
 
 
 def _noise_before(episodes: Episodes, draws: Any, xp: Any) -> Any:
-    """The noise of the step before, any[N, ...], of the shape of the draws; zeros where an episode begins."""
+    """The noise of the step before, any[N, ...], of the shape of the draws; zeros if an episode begins."""
     if isinstance(episodes, LaneEpisodes):
         before: Any = episodes.values_before(ACTION_NOISE)
         begins = episodes.just_begun().reshape(-1, *[1] * (draws.ndim - 1))
@@ -952,7 +952,7 @@ def _noise_before(episodes: Episodes, draws: Any, xp: Any) -> Any:
 
 
 def _rows(column: Any, xp: Any = np) -> Any:
-    """A column's items, in whatever form, as one array any[N, ...]; a tensor where `xp` is torch."""
+    """A column's items, in whatever form, as one array any[N, ...]; a tensor if `xp` is torch."""
     if xp is torch:
         return column
     if is_keyed_by_episode(column):
@@ -964,7 +964,7 @@ def _like(column: Any, values: Any, xp: Any, *, are_floats: bool = False) -> Any
     """Values any[N, ...] in the form and dtype of a column that they take the place of, rounded to whole numbers.
 
     xp            the values' library
-    are_floats    True: as f32 where the column is of whole numbers
+    are_floats    True: as f32 if the column is of whole numbers
     """
     if xp is torch:
         if column.is_floating_point():

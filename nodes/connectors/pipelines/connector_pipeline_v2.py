@@ -39,7 +39,7 @@ class NamedPieces(abc.ABC):
 
     @abc.abstractmethod
     def _edit(self, pieces: list[Any]) -> None:
-        """Have these pieces, in the place of those that are there. Raises ConnectorError where that can't be."""
+        """Have these pieces, in the place of those that are there. Raises ConnectorError if that can't be."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -77,14 +77,14 @@ class NamedPieces(abc.ABC):
         return found
 
     def _place(self, name_or_class: NameOrClass) -> int:
-        """Place of the piece that has the name, or is of the class. Raises ConnectorError where there is none."""
+        """Place of the piece that has the name, or is of the class. Raises ConnectorError if there is none."""
         place = self._found(name_or_class)
         if place is None:
             raise ConnectorError(self._missing(name_or_class))
         return place
 
     def _found(self, name_or_class: NameOrClass) -> int | None:
-        """Place of the piece that has the name, or is of the class, or else of a subclass; None where there is none.
+        """Place of the piece that has the name, or is of the class, or else of a subclass; None if there is none.
 
         Raises ConnectorError for a class that several pieces are of.
         """
@@ -130,7 +130,7 @@ def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
 
 
 def note_of_piece(error: Exception) -> None:
-    """Add to an error that a piece raised what is the likely mistake, where its kind says so."""
+    """Add to an error that a piece raised what is the likely mistake, if its kind says so."""
     if isinstance(error, TypeError):
         error.add_note(
             f"a piece is called with rl_module, batch, episodes, explore, shared_data, metrics; {page_on('piece')}"
@@ -324,7 +324,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         return spaces
 
     def timers(self) -> dict[str, Timer]:
-        """Name -> timer of every piece by itself; where the last ones are called as one, "first … last" -> theirs."""
+        """Name -> timer of every piece by itself; if the last ones are called as one, "first … last" -> theirs."""
         timers = {name: replace(timer) for name, (_, timer) in zip(self.names, self._timers, strict=True)}
         if self._fused_timer.calls:
             timers[f"{self.names[self._fused_from]} … {self.names[-1]}"] = replace(self._fused_timer)
@@ -395,7 +395,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
                 raise
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> merged state, piece by piece; a piece's own where `states` have none of it.
+        """Name -> merged state, piece by piece; a piece's own if `states` have none of it.
 
         Raises ConnectorError for a name of no piece.
         """

@@ -1,7 +1,7 @@
 """The pipelines of a rollout and a learner: into the module, from it to the environments, and into a train batch.
 
 With few slots, calls from piece to piece take longer than the pieces' own work. So the default ones are called as one,
-which gives just what each of them would in turn, or None where it can't: then the pieces are called.
+which gives just what each of them would in turn, or None if it can't: then the pieces are called.
 """
 
 import abc
@@ -142,7 +142,7 @@ class FusedObservations(FusedPieces):
         return self.batch_of(rl_module, episodes.newest())
 
     def batch_of(self, rl_module: Any, observations: Tree) -> Batch | None:
-        """The batch that the pieces make of observations, any[N, ...]; None where they are to be called."""
+        """The batch that the pieces make of observations, any[N, ...]; None if they are to be called."""
         if rl_module is not self._module:
             fits = self._known(rl_module)
             if fits is None:
@@ -173,7 +173,7 @@ class FusedObservations(FusedPieces):
 
 
 def _views_of(tree: Tree) -> Any:
-    """Tensors of all rows of an array any[rows, N, ...], or by key of a dict of them; () where they are made singly.
+    """Tensors of all rows of an array any[rows, N, ...], or by key of a dict of them; () if they are made singly.
 
     They share one storage, all of which goes with a row that is pickled or copied deeply: hence small ones alone.
     """
@@ -230,7 +230,7 @@ class FusedActions(FusedPieces):
 
         sizes, shared_data    of each lane
 
-        None where each lane is to be run by itself, as where a lane's logits are refused.
+        None if each lane is to be run by itself, as if a lane's logits are refused.
         """
         if any(MEMORIZED in shared or TIME_RANK_ADDED in shared or DEVICE in shared for shared in shared_data):
             return None
@@ -247,7 +247,7 @@ class FusedActions(FusedPieces):
         races: Races | JointRaces | None,
         generator: torch.Generator | None,
     ) -> tuple[Batch | None, bool]:
-        """The batch with actions, and False where the inputs that they were sampled from may be unusable."""
+        """The batch with actions, and False if the inputs that they were sampled from may be unusable."""
         arrays: Batch = {}
         try:
             for name, value in batch.items():
@@ -298,7 +298,7 @@ class FusedActions(FusedPieces):
         return self._clip(batch=made, shared_data=shared_data) if self._clip.changes_actions else made
 
     def _sample(self, arrays: Batch, logits: torch.Tensor, chance: Any) -> bool:
-        """Add actions and their log-probabilities; False where the logits that they follow from may be unusable.
+        """Add actions and their log-probabilities; False if the logits that they follow from may be unusable.
 
         chance    random numbers as the distribution takes them
         """
@@ -391,7 +391,7 @@ class EnvToModulePipeline(_BatchPipeline):
     def run_on(self, rl_module: Any, observations: Tree) -> Batch | None:
         """`run` for observations, any[N, ...], that no episode holds.
 
-        None where episodes are needed: with other pieces than the default ones, and where these are not fused.
+        None if episodes are needed: with other pieces than the default ones, and if these are not fused.
         """
         if self._fused_from != 0 or not self.fuses or not isinstance(self._fused, FusedObservations):
             return None
@@ -554,7 +554,7 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         return batch
 
     def to_record(self, batch: Batch, shared_data: dict[str, Any]) -> Batch:
-        """The batch without its `actions_for_env`, where the environments get `actions` and no piece may change that.
+        """The batch without its `actions_for_env`, if the environments get `actions` and no piece may change that.
 
         Every vector step of a rollout gives the same columns.
         """
@@ -576,7 +576,7 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
 
         sizes, shared_data    of each lane
 
-        None where each lane is to be run by itself: with other pieces than the default ones, and where these are not
+        None if each lane is to be run by itself: with other pieces than the default ones, and if these are not
         fused.
         """
         if self._fused_from != 0 or not self.fuses or not isinstance(self._fused, FusedActions):
