@@ -11,7 +11,7 @@ checked, that is dtypes and shapes, and whatever is raised when a fragment is ma
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import gymnasium as gym
@@ -314,16 +314,22 @@ def _check_columns(
         for leaf in leaves_of(column.tree):
             if leaf.shape[:2] != (expected, slots):
                 raise _wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
-    rows_of: Plain = {name: np.zeros(1, dtype) for name, dtype in _KNOWN.items()}
-    rows_of |= {Columns.OBS: row_of(space, 1), Columns.ACTIONS: row_of(layout.action_space, 1)}
-    for name, row in rows_of.items():
-        map_tree(partial(_check_rows, name), columns[name].tree, row)
+    for name, dtype in _KNOWN.items():
+        _check_rows(name, columns[name].tree, dtype)
+    for name, of in ((Columns.OBS, space), (Columns.ACTIONS, layout.action_space)):
+        tree = columns[name].tree
+        if isinstance(tree, np.ndarray) and of.shape is not None and of.dtype is not None:  # no row is made for it
+            _check_rows(name, tree, of.dtype, of.shape)
+        else:
+            map_tree(
+                lambda leaf, row, name=name: _check_rows(name, leaf, row.dtype, row.shape[1:]), tree, row_of(of, 1)
+            )
 
 
-def _check_rows(name: str, leaf: Any, like: NDArray[Any]) -> None:
-    if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape[2:] != like.shape[1:]:
-        found = _shown(leaf) if isinstance(leaf, np.ndarray) else shown(leaf)
-        raise _wrong(f"{name} is {found}, expected rows of {like.dtype}{list((*leaf.shape[1:2], *like.shape[1:]))}")
+def _check_rows(name: str, leaf: Any, dtype: Any, shape: tuple[int, ...] = ()) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype != dtype or leaf.shape[2:] != shape:
+        found, slots = (_shown(leaf), leaf.shape[1:2]) if isinstance(leaf, np.ndarray) else (shown(leaf), ())
+        raise _wrong(f"{name} is {found}, expected rows of {np.dtype(dtype)}{[*slots, *shape]}")
 
 
 def _check_array(name: str, value: Any, dtype: Any, shape: tuple[int, ...]) -> None:

@@ -59,7 +59,10 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "rewards of another dtype": (cast("rewards", "f8"), r"rewards is float64\[9, 2\], expected rows of float32\[2\]"),
     "actions of another dtype": (cast("actions", "f4"), r"actions is float32\[9, 2\], expected rows of int64\[2\]"),
     "no rewards": (no_column("rewards"), "KeyError: 'rewards'"),
-    "a tree for an array": (columns(rewards={"a": np.zeros((9, 2), "f4")}), "is no fragment: "),
+    "a tree for an array": (
+        columns(rewards={"a": np.zeros((9, 2), "f4")}),
+        "rewards is .'a': .*, expected rows of float32",
+    ),
     "no sequence": (without("sequence"), "KeyError: 'sequence'"),
     "rows that are no number": (rest(num_rows="8"), "is no fragment: TypeError"),
     "episodes that begin with another shape": (rest(episode_start=np.zeros((3, 3))), "episode_start is"),
