@@ -1,6 +1,6 @@
 """The base of nodes that step environments, of one agent each or of several."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from threading import get_ident
@@ -29,11 +29,51 @@ if TYPE_CHECKING:
 _MOST_LANES = 1 << 16  # where others may come
 
 
-class LaneListener:
-    """Listener that environments tell of lanes lost, come and gone, in the thread that the graph runs in.
+class LaneGate:
+    """A gate that is asked once for each fragment that a lane begins; this one lets all of them begin.
 
-    This one does nothing.
+    Beside what every gate has, it takes note of fragments and lanes that never come. Gates of other classes are told of
+    them too, by the methods that they have of it. As a listener it hears of lanes lost, come and gone; this one does
+    nothing. All in the thread that the graph runs in.
     """
+
+    def __init__(self) -> None:
+        self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
+        self._changed: Callable[[], None] = nobody
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if fragments are to begin with the newest weights."""
+        return False
+
+    def admits(self, lane: Any) -> bool:
+        """True if the lane may take its next step.
+
+        lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
+                `sequence`, the number of that fragment
+        """
+        if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
+            return True
+        if not self._lets_begin(lane):
+            return False
+        self._begun_by[lane.index] = lane.sequence
+        return True
+
+    def _lets_begin(self, lane: Any) -> bool:
+        """True if the lane may begin its next fragment, which is counted then."""
+        return True
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when a lane that was refused might be admitted."""
+        self._changed = changed
+
+    def leave(self, lane: int) -> None:
+        """Take note that the fragment which a lane began last never comes."""
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Take note that a lane gives no more than so many fragments in all."""
+
+    # As a listener, which environments tell of lanes
 
     def lane_lost(self, lane: int) -> None:
         """Take note that the lane of this number is lost; it may begin anew."""
@@ -49,6 +89,10 @@ class LaneListener:
 
     def lane_back(self, lane: Any) -> None:
         """Take note of a lane that is absent no more: its host is back, or has left, or there are no others."""
+
+
+def nobody() -> None:
+    """Do nothing: nobody watches."""
 
 
 class LaneSource:
@@ -121,7 +165,7 @@ class LaneSource:
         self._resets_lane = -1  # number of the lane whose first reset is under way here
         self._here: Sequence[Any] = ()  # what steps the lanes, where that is in this process
         self._opened: list[tuple[str, Any]] = []  # names and environments: made here, and to be closed here
-        self.listener = LaneListener()
+        self.listener = LaneGate()
         self.call_times = CallTimes()
         self.trace: FragmentTrace | None = None
         self.lanes: Sequence[Any] = []
@@ -175,7 +219,7 @@ class LaneSource:
         pipelines, device    by which the module acts, and where it is; None: anywhere
         """
 
-    def report_lanes_to(self, listener: LaneListener) -> None:
+    def report_lanes_to(self, listener: LaneGate) -> None:
         """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
         self.listener = listener
 
@@ -310,7 +354,7 @@ class LaneSource:
 
     def _release(self) -> None:
         """Release the memory of all lanes, and the listener: it may hold this node."""
-        self.listener = LaneListener()
+        self.listener = LaneGate()
         self._release_lanes()
 
     def _release_lanes(self) -> None:

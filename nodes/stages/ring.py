@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +40,12 @@ class JointForward(Generic[L]):
         self._meter = NodeMeter("module")
         self._gathers_since = 0  # time in ns since which `_ready` gathers
         self._is_hastened = False
-        self._thread = _PassThread(self._pass) if in_thread else None
+        self._under_way: Sequence[L] = ()  # lanes of a pass in the thread that was begun, and not completed
+        self._begun: tuple[int, int] | None = None  # when that began, in ns, and its thread; None: it does not run
+        self._is_done = False  # True once it has ended
+        self._errors: list[BaseException] = []  # what it has raised
+        self._thread = JobThread("rollflow forward") if in_thread else None
+        self._bell = Wakeup() if in_thread else None  # rung when a pass is done
 
     def __call__(self, batches: L) -> L | None:
         """Take a lane for the next pass."""
@@ -52,28 +57,33 @@ class JointForward(Generic[L]):
     @property
     def in_flight(self) -> int:
         """Lanes that wait for a pass, or are in one."""
-        return len(self._ready) + (0 if self._thread is None else len(self._thread.lanes))
+        return len(self._ready) + len(self._under_way)
 
     @property
     def patience(self) -> float | None:
         """Seconds for which to wait for further lanes; None: the next pass waits for the one under way, or for none."""
-        if not self._ready or (self._thread is not None and self._thread.lanes):
+        if not self._ready or self._under_way:
             return None
         return max(self._max_wait - (clock() - self._gathers_since) / 1e9, 0.0)
 
     def fileno(self) -> int:
         """A descriptor that is readable once a pass in the thread is done; -1: there is nothing to wait for."""
-        return -1 if self._thread is None else self._thread.bell.fileno()
+        return -1 if self._bell is None else self._bell.fileno()
 
     def completed(self) -> Iterator[L]:
         """The lanes after one pass over them. A pass begins once the outputs of the one before are recorded.
 
         It loads weights that were published meanwhile, which may lie where those outputs lie.
         """
-        if self._thread is not None:
-            if self._thread.is_done:
+        if self._bell is not None:
+            self._bell.silence()
+            if self._is_done:
                 self._meter.end_work(clock())
-            yield from self._thread.completed()
+                self._is_done = False
+                if self._errors:
+                    raise self._errors.pop()  # not held by this frame, to which its traceback refers
+                lanes, self._under_way = self._under_way, ()
+                yield from lanes
         elif lanes := self._due():
             self._meter.begin_work(clock())
             try:
@@ -89,9 +99,10 @@ class JointForward(Generic[L]):
 
     def go_on(self) -> None:
         """Begin the next pass in the thread, if it has none."""
-        if self._thread is not None and not self._thread.lanes and (lanes := self._due()):
+        if self._thread is not None and not self._under_way and (lanes := self._due()):
             self._meter.begin_work(clock())
-            self._thread.begin(lanes)
+            self._under_way = lanes
+            self._thread.put(partial(self._work, lanes))
             self._take(lanes)
 
     def _take(self, lanes: Sequence[L]) -> None:
@@ -122,9 +133,20 @@ class JointForward(Generic[L]):
         self._forward.forward_lanes(lanes)
         self.call_times.add(clock() - began)
 
+    def _work(self, lanes: Sequence[L]) -> None:
+        """Do a pass in the thread."""
+        self._begun = clock(), threading.get_ident()
+        try:
+            self._pass(lanes)
+        except BaseException as error:
+            self._errors.append(error)
+        self._begun, self._is_done = None, True
+        assert self._bell is not None
+        self._bell.ring()
+
     def at_work(self, name: str) -> Iterator[Wait]:
         """The pass under way in the thread."""
-        begun = None if self._thread is None else self._thread.begun
+        begun = self._begun
         if begun is not None:
             age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
             calls = len(self.call_times.recent)
@@ -138,63 +160,14 @@ class JointForward(Generic[L]):
     def close(self) -> None:
         """End the thread, once the pass under way is done; one that hangs is left behind, which is logged."""
         self._meter.end_work(clock())
-        if self._thread is not None:
-            self._thread.close()
-
-
-class _PassThread(Generic[L]):
-    """Does passes, one at a time, in a thread that the first one starts.
-
-    run        does a pass
-
-    bell       rung when one is done
-    lanes      of the pass that was begun, and not completed
-    begun      when it began, in ns, and the thread; None: no pass is under way
-    is_done    whether it has ended
-    """
-
-    def __init__(self, run: Callable[[Sequence[L]], None]) -> None:
-        self.lanes: Sequence[L] = ()
-        self.begun: tuple[int, int] | None = None
-        self._run, self.bell = run, Wakeup()
-        self.is_done = False
-        self._errors: list[BaseException] = []  # what a pass has raised
-        self._thread = JobThread("rollflow forward")
-
-    def begin(self, lanes: Sequence[L]) -> None:
-        """Begin a pass over lanes."""
-        self.lanes = lanes
-        self._thread.put(partial(self._work, lanes))
-
-    def completed(self) -> Sequence[L]:
-        """The lanes of a pass that is done; none if it is under way. Raises what the pass has raised."""
-        self.bell.silence()
-        if not self.is_done:
-            return ()
-        self.is_done = False
-        if self._errors:
-            raise self._errors.pop()  # not held by this frame, to which its traceback refers
-        lanes, self.lanes = self.lanes, ()
-        return lanes
-
-    def _work(self, lanes: Sequence[L]) -> None:
-        self.begun = clock(), threading.get_ident()
-        try:
-            self._run(lanes)
-        except BaseException as error:
-            self._errors.append(error)
-        self.begun = None
-        self.is_done = True
-        self.bell.ring()
-
-    def close(self) -> None:
-        """End the thread."""
+        if self._thread is None or self._bell is None:
+            return
         self._thread.end()
         limit = backoff.times.close_s
         if not self._thread.has_ended(limit):
             logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", limit)
-        self._errors, self.lanes = [], ()
-        self.bell.close()
+        self._errors, self._under_way = [], ()
+        self._bell.close()
 
 
 def joint_forward(forward: Any, largest: int, how: Any) -> Any:

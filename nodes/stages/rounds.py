@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import anyio
 
 from rollflow.nodes.argument_checks import check_flags
-from rollflow.nodes.env.lane_source import LaneListener, LaneSource
+from rollflow.nodes.env.lane_source import LaneGate, LaneSource, nobody
 from rollflow.nodes.metrics.episode_returns import Hooks
 from rollflow.nodes.metrics.fragment_checks import FragmentChecks
 from rollflow.stream.data.errors import LagError, RunError
@@ -338,51 +338,7 @@ class RolloutIterator(Generic[T]):
             self._source.interrupt(error)
 
 
-class LaneGate:
-    """A gate that is asked once for each fragment that a lane begins; this one lets all of them begin.
-
-    Beside what every gate has, it takes note of fragments and lanes that never come. All in the thread that the graph
-    runs in. Gates of other classes are told of them too, by the methods that they have of it.
-    """
-
-    def __init__(self) -> None:
-        self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
-        self._changed: Callable[[], None] = nobody
-
-    @property
-    def wants_newest(self) -> bool:
-        """True if fragments are to begin with the newest weights."""
-        return False
-
-    def admits(self, lane: Any) -> bool:
-        """True if the lane may take its next step.
-
-        lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
-                `sequence`, the number of that fragment
-        """
-        if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
-            return True
-        if not self._lets_begin(lane):
-            return False
-        self._begun_by[lane.index] = lane.sequence
-        return True
-
-    def _lets_begin(self, lane: Any) -> bool:
-        """True if the lane may begin its next fragment, which is counted then."""
-        return True
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Take the function to be called when a lane that was refused might be admitted."""
-        self._changed = changed
-
-    def leave(self, lane: int) -> None:
-        """Take note that the fragment which a lane began last never comes."""
-
-    def gone(self, lane: int, fragments: int) -> None:
-        """Take note that a lane gives no more than so many fragments in all."""
-
-
-class FragmentCredits(LaneGate, LaneListener):
+class FragmentCredits(LaneGate):
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
     It also knows the lanes that rounds are made of, and keeps the stage that counts lanes in step with them.
@@ -602,7 +558,3 @@ class LaneGates:
     @property
     def _has_rounds_of_every_lane(self) -> bool:
         return self._credits is not None and self._credits.wants_newest
-
-
-def nobody() -> None:
-    """Do nothing: nobody watches."""

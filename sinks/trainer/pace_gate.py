@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Self
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.stages.rounds import LaneGate
+from rollflow.nodes.env.lane_source import LaneGate
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment

@@ -339,7 +339,8 @@ class SlotLane:
     def _copy_infos(self, new: Fragment, stops: NDArray[np.int64]) -> None:
         """Copy infos of the last H rows before `stops`, i64[N], and at these, into the first rows of a fragment."""
         lookback = self.layout.lookback
-        for row, infos in enumerate(self.fragment.infos):
+        first = int(stops.min()) - lookback
+        for row, infos in enumerate(self.fragment.infos[first:], first):
             for slot, info in infos.of_slots.items() if isinstance(infos, SlotInfos) else ():
                 if 0 <= (to := row - int(stops[slot]) + lookback) <= lookback:
                     self._infos_in(new, to).of_slots[slot] = info
