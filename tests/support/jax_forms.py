@@ -96,12 +96,30 @@ class Wrapped:
         return getattr(self._env, name)
 
 
-class BraxState(NamedTuple):
-    pipeline_state: Any
+class State(NamedTuple):
+    """What states of Brax and of PGX have."""
+
+    numbers: Numbers
     obs: Any
     reward: Any
     done: Any
-    info: dict[str, Any]
+    info: Any
+    terminated: Any
+    truncated: Any
+    legal_action_mask: Any
+
+    @property
+    def observation(self) -> Any:
+        return self.obs
+
+    @property
+    def rewards(self) -> Any:
+        return self.reward[None]
+
+
+def told(numbers: Numbers, reward: Any, info: Any = None) -> State:
+    ends, mask = numbers.ends(), jnp.stack([True, numbers.t % 2 == 0])
+    return State(numbers, numbers.look(), jnp.float32(reward), (ends[0] | ends[1]).astype(float), info, *ends, mask)
 
 
 class Brax:
@@ -113,25 +131,14 @@ class Brax:
         self.is_cut, self.info = is_cut, info
 
     def reset(self, key: Any) -> Any:
-        return self._state(begun(key), jnp.float32(0))
+        return self._told(begun(key), 0.0)
 
     def step(self, state: Any, action: Any) -> Any:
-        return self._state(*moved(None, state.pipeline_state, action))
+        return self._told(*moved(None, state.numbers, action))
 
-    def _state(self, numbers: Numbers, reward: Any) -> BraxState:
-        terminated, truncated = numbers.ends()
-        info = self.info | ({"truncation": truncated.astype(jnp.float32)} if self.is_cut else {})
-        done = (terminated | truncated).astype(jnp.float32)
-        return BraxState(numbers, numbers.look(), reward, done, info)
-
-
-class PgxState(NamedTuple):
-    numbers: Numbers
-    observation: Any
-    rewards: Any
-    terminated: Any
-    truncated: Any
-    legal_action_mask: Any
+    def _told(self, numbers: Numbers, reward: Any) -> State:
+        cut = {"truncation": numbers.ends()[1].astype(float)} if self.is_cut else {}
+        return told(numbers, reward, self.info | cut)
 
 
 class Pgx:
@@ -144,14 +151,10 @@ class Pgx:
         self.__dict__ |= more
 
     def init(self, key: Any) -> Any:
-        return self._state(begun(key), 0.0)
+        return told(begun(key), 0.0)
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
-        return self._state(*moved(key, state.numbers, action[None]))
-
-    def _state(self, numbers: Numbers, reward: Any) -> PgxState:
-        mask = jnp.stack([True, numbers.t % 2 == 0])
-        return PgxState(numbers, numbers.look(), jnp.array([reward], jnp.float32), *numbers.ends(), mask)
+        return told(*moved(key, state.numbers, action[None]))
 
 
 class LoopSlot(gym.Env[Any, Any]):

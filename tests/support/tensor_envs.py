@@ -1,6 +1,6 @@
 """Environments of tensors that number their own steps, in every form that `TorchEnvs` takes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from gymnasium.vector import VectorEnv
 from hypothesis import given, strategies
 from torch import Tensor
 
+from rollflow import TorchEnvs
 from rollflow.nodes import LambdaConnector
 
 LENGTHS = (3, 1, 5, 2)  # of episodes: slot s's episode e has LENGTHS[(s + e) % 4] steps
@@ -215,3 +216,17 @@ class VmasEnv:
 
     def _look(self) -> list[Tensor]:
         return [self.numbered.look(), self.numbered.look()]
+
+
+# What an environment of numbers is in each form, made with keywords of `TorchEnvs`.
+FORMS: dict[str, Callable[..., TorchEnvs]] = {
+    "plain": lambda numbered, **how: TorchEnvs(numbered, observation_space=OBSERVATIONS, action_space=ACTIONS, **how),
+    "VectorEnv": lambda numbered, **how: TorchEnvs(ManiSkillEnv(numbered), **how),
+    "rsl_rl": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered), group="policy", **how),
+    "rsl_rl with groups": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered), **how),
+    "rsl_rl without groups": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered, form="tensor"), **how),
+    "rsl_rl in pairs": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered, form="pair"), group="policy", **how),
+}
+VMAS: dict[str, Callable[..., TorchEnvs]] = {  # whose flags are read in each step
+    "VMAS": lambda numbered, **how: TorchEnvs(VmasEnv(numbered), **how)
+}

@@ -15,7 +15,7 @@ from gymnasium.vector import SyncVectorEnv
 from host_reads import counting_reads
 from hypothesis import settings
 from property_examples import examples
-from tensor_envs import ACTIONS, OBSERVATIONS, ManiSkillEnv, NumberedTensors, RslRlEnv, drawn_rollouts, of_arrays
+from tensor_envs import ACTIONS, FORMS, OBSERVATIONS, NumberedTensors, drawn_rollouts, of_arrays
 
 from rollflow import (
     Columns,
@@ -41,13 +41,6 @@ from rollflow.nodes.stages.acting import acting_for
 from rollflow.sinks import SampledNStepReturns
 from rollflow.stream import ColumnError, ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.tree import map_tree
-
-FORMS: dict[str, Callable[..., Any]] = {
-    "plain": lambda numbered, **how: TorchEnvs(numbered, observation_space=OBSERVATIONS, action_space=ACTIONS, **how),
-    "VectorEnv": lambda numbered, **how: TorchEnvs(ManiSkillEnv(numbered), **how),
-    "rsl_rl": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered), group="policy", **how),
-    "rsl_rl with groups": lambda numbered, **how: TorchEnvs(RslRlEnv(numbered), **how),
-}
 
 
 def gae(observation_space: Any, action_space: Any) -> Any:

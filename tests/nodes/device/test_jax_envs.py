@@ -122,34 +122,29 @@ def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("package", ["gymnax", "pgx"])
-def test_environments_of_others_are_stepped_as_their_packages_do(package: str) -> None:
-    made = needs(package).make("Pendulum-v1" if package == "gymnax" else "minatar-breakout")
-    env = JaxEnvs(*(made if package == "gymnax" else [made]), num_envs=3)
+@pytest.mark.parametrize(("package", "name"), [("gymnax", "Pendulum-v1"), ("pgx", "minatar-breakout")])
+def test_environments_of_others_are_stepped_as_their_packages_do(package: str, name: str) -> None:
+    """Each slot by itself, through several ends."""
+    made = needs(package).make(name)
+    one, *params = made if package == "gymnax" else [made]
+    env, split = JaxEnvs(one, *params, num_envs=3), jax.random.split
+    begin, step = jax.jit(one.reset if params else one.init), jax.jit(one.step)
     env.reset_tensors([5])
-    split = jax.random.split
     keys = [split(key) for key in split(jax.random.PRNGKey(5), 3)]
-    if package == "gymnax":
-        begin, step = jax.jit(made[0].reset), jax.jit(made[0].step)
-        states = [begin(given)[1] for _, given in keys]
-    else:
-        begin, step = jax.jit(made.init), jax.jit(made.step)
-        states = [begin(given) for _, given in keys]
+    states = [begin(given)[1] if params else begin(given) for _, given in keys]
     for t in range(250):
         actions = torch.tensor([t % 3, t % 2, 1])
-        stepped = env.step_tensors(actions[:, None] - 1.0 if package == "gymnax" else actions)
+        stepped = env.step_tensors(actions[:, None] - 1.0 if params else actions)
+        ours = stepped.observations, stepped.rewards, stepped.terminateds, stepped.truncateds, stepped.final[0]
         for slot, (kept, _) in enumerate(keys):
             keys[slot] = kept, given = split(kept)
-            if package == "gymnax":
+            if params:
                 now, states[slot], *values, infos = step(given, states[slot], actions[slot : slot + 1].numpy() - 1.0)
-                last = infos["final_observation"]
+                theirs = now, *values, infos["final_observation"]
             else:
                 of_step, of_reset = split(given)
-                state = step(states[slot], int(actions[slot]), of_step)
-                values, last = [state.rewards[0], state.terminated, state.truncated], state.observation
-                states[slot] = begin(of_reset) if values[1] else state
-                now = states[slot].observation
-            theirs = now, last, *values
-            ours = stepped.observations, stepped.final[0], stepped.rewards, stepped.terminateds, stepped.truncateds
-            for one, other in zip(ours, theirs, strict=True):
-                np.testing.assert_allclose(one[slot].numpy(), other, rtol=1e-4, atol=1e-4)
+                last = step(states[slot], int(actions[slot]), of_step)
+                states[slot] = begin(of_reset) if last.terminated else last
+                theirs = (states[slot].observation, last.rewards[0], last.terminated, last.truncated, last.observation)
+            for mine, other in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(mine[slot].numpy(), other, rtol=1e-4, atol=1e-4)
