@@ -48,10 +48,6 @@ logger = logging.getLogger(__name__)
 Act = Callable[[Any, RolloutSettings], tuple[AnyActing, Mapping[str, Any]]]
 
 
-class _Outdated(BaseException):
-    """Raised in the middle of a fragment that nobody wants any more."""
-
-
 @dataclass(slots=True, eq=False)
 class RolloutSession:
     """What a rollout has told a host, from its welcome on.
@@ -170,11 +166,8 @@ class RolloutLane:
         told = session.told
         with told.changed:
             told.changed.wait_for(lambda: self.session is not session or told.is_equipped)
-        try:
-            self._check(session)
-            return self._fragment(turn, session)
-        except _Outdated:
-            return None
+        answer = self._fragment(turn, session) if self.session is session else None
+        return answer if self.session is session else None
 
     def _fragment(self, turn: Turn, session: LaneSession) -> Fragment | Failed:
         session.turn = turn.number
@@ -241,22 +234,16 @@ class RolloutLane:
         between = partial(self._between, session)
         rollout = LaneRollout(self.env, plan, acting, deviations=self._deviations, between=between)
         with told.changed:
-            self._check(session)
             rollout.put(told.published)
             told.rollouts[self] = rollout  # for what is published from now on
         return rollout
 
     def _between(self, session: LaneSession) -> None:
         """Between two forward passes: see whether the fragment is still wanted, and all of it."""
-        self._check(session)
         assert session.rollout is not None
         session.progress = LaneProgress(session.starts, session.rollout.lane.num_steps, session.progress.pulse + 1)
-        if session.cut >= session.turn:
+        if session.cut >= session.turn or self.session is not session:
             raise Drained
-
-    def _check(self, session: LaneSession) -> None:
-        if self.session is not session:
-            raise _Outdated
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello."""
