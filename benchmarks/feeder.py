@@ -11,12 +11,12 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow import Rollout
-from rollflow.nodes.env.remote.remote_envs import endpoint_at
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream.data.space import describe_space
+from rollflow.stream.net.endpoint import endpoint_at
 from rollflow.stream.wire import Fragment, Hello, Limits, SharedAddress, parse_address
 from rollflow.stream.wire.codec.handshake import NONCE_BYTES, VERSION
 from rollflow.stream.wire.software import software

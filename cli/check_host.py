@@ -5,7 +5,7 @@ import socket
 
 from rollflow.cli import arguments
 from rollflow.nodes.env.remote.host_checks import check_host
-from rollflow.nodes.env.remote.remote_envs import endpoint_at
+from rollflow.stream.net.endpoint import endpoint_at
 from rollflow.stream.wire import UnixAddress
 
 

@@ -17,7 +17,6 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.argument_checks import checked_number
-from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.policy.serving.request import (
@@ -38,6 +37,7 @@ from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at, with_tuples
 from rollflow.stream.net.backoff import WaitReminder, pause_s
+from rollflow.stream.net.endpoint import Secret, secret_bytes
 
 with suppress(ImportError):  # which a client raises, not this module: `from rollflow import *` imports it
     from websockets.exceptions import InvalidMessage, InvalidStatus, WebSocketException

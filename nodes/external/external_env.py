@@ -20,13 +20,13 @@ from gymnasium.vector.utils import batch_space
 from rollflow.nodes.env.environments import TAKEN_ACTION
 from rollflow.nodes.env.observation_check import misfit_of
 from rollflow.nodes.env.remote.env_host import EnvHost
-from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
 from rollflow.stream.data.closing import ClosedOnExit, closing_on_error
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
 from rollflow.stream.data.tree import Tree, equal_trees, map_tree, tree_at
+from rollflow.stream.net.endpoint import Secret, endpoint_at
 from rollflow.stream.wire import Limits
 
 logger = logging.getLogger(__name__)

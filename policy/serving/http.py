@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.policies.space_text import described
 from rollflow.policy.serving.request import (
     CONTENT_TYPE,
@@ -32,6 +31,7 @@ from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import EnvError, WireError, shown
 from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at
+from rollflow.stream.net.endpoint import address_of, close_sockets, endpoint_at, listen_on
 from rollflow.stream.wire.address import TcpAddress
 
 try:

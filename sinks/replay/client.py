@@ -15,7 +15,6 @@ import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.batches import as_array
-from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.sinks.replay.replay import Batch, ReplayReport
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
@@ -23,6 +22,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.net.backoff import WaitReminder
+from rollflow.stream.net.endpoint import Endpoint, Secret, endpoint_at
 from rollflow.stream.net.socket_loop import REDIALLED, Peer, SocketLoop, quoted
 from rollflow.stream.wire.software import hello_of
 

@@ -21,7 +21,6 @@ from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_number, is_whole
-from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Batch, Replay
@@ -33,6 +32,7 @@ from rollflow.stream.data.errors import EnvError, ReplayError, RunError, WireErr
 from rollflow.stream.data.system import require
 from rollflow.stream.graph.node import out_of_group
 from rollflow.stream.net.backoff import WaitReminder
+from rollflow.stream.net.endpoint import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 
 logger = logging.getLogger(__name__)

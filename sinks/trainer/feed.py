@@ -13,7 +13,6 @@ from typing import Any, Literal
 import anyio
 
 from rollflow.nodes.argument_checks import checking_keywords, places_in
-from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.options import Watch
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
@@ -22,6 +21,7 @@ from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
+from rollflow.stream.net.endpoint import Secret
 from rollflow.stream.observe.watch import StallRules
 from rollflow.stream.wire import Address, Limits
 

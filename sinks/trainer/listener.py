@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
-from rollflow.nodes.env.remote.remote_envs import Endpoint
 from rollflow.sinks.trainer.lending import FragmentBorrower, fragment_in
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
@@ -19,6 +18,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text, shown
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.endpoint import Endpoint
 from rollflow.stream.net.socket_loop import COMES_BACK, SocketLoop, look_s, quoted
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import anyio
 import numpy as np
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
-from rollflow.nodes.env.remote.remote_envs import Secret, endpoint_at
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import shapes_of
 from rollflow.nodes.modules.rl_module import is_stateful
@@ -33,6 +32,7 @@ from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import WaitReminder
+from rollflow.stream.net.endpoint import Secret, endpoint_at
 from rollflow.stream.observe.waits import LastError, Wait
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 

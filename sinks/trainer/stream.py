@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor, checking_keywords, places_in
-from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
 from rollflow.nodes.stages.rounds import one_of_each
@@ -26,6 +25,7 @@ from rollflow.sinks.trainer.stream_log import MAKES, UPDATE, WAITS, StreamLog
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
+from rollflow.stream.net.endpoint import Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import Address, Limits
 

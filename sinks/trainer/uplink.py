@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, endpoint_at
 from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
@@ -22,6 +21,7 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dial_wait import DialWait
+from rollflow.stream.net.endpoint import Endpoint, Secret, endpoint_at
 from rollflow.stream.net.socket_loop import COMES_BACK, Peer, SocketLoop, quoted
 from rollflow.stream.wire.software import hello_of
 

@@ -13,7 +13,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
-from rollflow.nodes.env.remote.remote_envs import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.stream import wire
 from rollflow.stream.data.closing import ClosedOnExit, Closing, close_all
@@ -21,6 +20,7 @@ from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dial_wait import DialWait
+from rollflow.stream.net.endpoint import Endpoint, Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.stream.net.socket_loop import REDIALLED, Peer, SocketLoop, quoted, refusal_level
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire.software import hello_of

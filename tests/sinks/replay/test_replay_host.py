@@ -26,11 +26,11 @@ from replayed import Played, client_of, serving
 
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
-from rollflow.nodes.env.remote.remote_envs import endpoint_at
 from rollflow.sinks import Newest, Prioritized, ReplayClient, SamplesPerInsert
 from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.net.endpoint import endpoint_at
 from rollflow.stream.observe.run_socket import FOLDER, snapshots
 from rollflow.stream.wire import Fragment, Limits, ReceiverSession
 
