@@ -46,14 +46,14 @@ BUDGETS = {  # folder -> code lines, classes
         34,
     ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
     "nodes/offloaded": (1613, 25),
-    "nodes/policies": (2478, 16),  # an evaluation refuses what a rollout refuses
+    "nodes/policies": (2473, 15),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
     "nodes/stages": (1977, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
     "rollflow": (104, 0),  # two public names more
     "sinks": (83, 1),  # the locked folder of replays and datasets
-    "sinks/datasets": (1955, 25),
+    "sinks/datasets": (1950, 24),
     "sinks/learner": (87, 4),
     "sinks/replay": (2180, 32),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2723, 30),

@@ -35,7 +35,7 @@ from rollflow.nodes.policies.artifact_files import (
     manifest_bytes,
 )
 from rollflow.nodes.policies.onnx_policy import difference
-from rollflow.nodes.policies.program import Origin, ProgramModule, programs_of
+from rollflow.nodes.policies.program import ModuleFiles, ProgramModule, programs_of
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, equal_trees, leaves_of, map_tree, stack_trees, tree_at
@@ -254,7 +254,7 @@ def _program_module(
         json_of(files[PROGRAMS], PROGRAMS),
         weights,
         arrays_of(files[PROGRAM_ARRAYS], PROGRAM_ARRAYS),
-        Origin(record, own, {name: files[name] for name in (PROGRAMS, PROGRAM_ARRAYS)}),
+        ModuleFiles(record, own, {name: files[name] for name in (PROGRAMS, PROGRAM_ARRAYS)}),
         spaces={name: space_of(record[name], f"module/{name}") for name in ("observation_space", "action_space")},
         initial=initial,
     )
@@ -313,17 +313,41 @@ def traced(
     pipelines    its own
     space        of the observations
     """
-    recorder = _Recorder()
+    parts: dict[str, list[NDArray[Any]]] = {}
     before, after = pipelines
-    probed = make(_probed(before, recorder, "env_to_module"), _probed(after, recorder, "module_to_env", "module"))
+
+    def record(part: str, columns: Batch) -> None:
+        for name, column in columns.items():
+            for leaf in leaves_of(column):
+                array = as_array(leaf)
+                if array.dtype.kind in "biuf":
+                    parts.setdefault(f"{part}: {name} {array.dtype}", []).append(np.array(array).reshape(-1))
+
+    def probe(part: str, *, sees_episodes: bool) -> ConnectorV2:
+        """A piece that records the batch, and the observations of the episodes, as a part leaves them."""
+
+        def saw(batch: Batch, episodes: Any) -> None:
+            if sees_episodes:
+                is_columnar = isinstance(episodes, LaneEpisodes)
+                latest = episodes.observations() if is_columnar else [each.get_observations(-1) for each in episodes]
+                record(part, {"episodes": latest})
+            record(part, batch)
+
+        return LambdaConnector(saw, name="probe", columnar=True, changes_episodes=False)
+
+    first = [probe("module", sees_episodes=False)]
+    probed = make(
+        _probed(before, partial(probe, sees_episodes=True), "env_to_module", []),
+        _probed(after, partial(probe, sees_episodes=False), "module_to_env", first),
+    )
     count, size = inputs["inputs/rewards"].shape
     for step in range(count):
         if step == RESET_AT:
             for session in range(size // 2):
                 probed.reset(session)
         actions = probed.act_batch(observations_at(space, inputs, step), inputs["inputs/rewards"][step])
-        recorder.record("actions", {"env": actions})
-    return recorder.arrays()
+        record("actions", {"env": actions})
+    return {name: np.concatenate(each) for name, each in parts.items()}
 
 
 def check_same(saved: Arrays, computed: Arrays, *, exact: bool, skipped: Sequence[str] = ()) -> None:
@@ -354,46 +378,12 @@ def _fault(name: str, saved: NDArray[Any], computed: NDArray[Any], exact: bool) 
     return None if found is None else (found[0] * STEPS // saved.size, name, found[1])
 
 
-class _Recorder:
-    """Collects columns by name, step by step; copies of a pipeline have the same one."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, list[NDArray[Any]]] = {}
-
-    def __deepcopy__(self, memo: Any) -> "_Recorder":
-        return self
-
-    def record(self, part: str, columns: dict[str, Any]) -> None:
-        for name, column in columns.items():
-            for leaf in leaves_of(column):
-                array = as_array(leaf)
-                if array.dtype.kind in "biuf":
-                    key = f"{part}: {name} {array.dtype}"
-                    self._parts.setdefault(key, []).append(np.array(array).reshape(-1))
-
-    def saw(self, part: str, sees_episodes: bool, batch: Batch, episodes: Any) -> None:
-        """Record the batch, and the observations of the episodes, as a part leaves them."""
-        if sees_episodes:
-            is_columnar = isinstance(episodes, LaneEpisodes)
-            latest = episodes.observations() if is_columnar else [each.get_observations(-1) for each in episodes]
-            self.record(part, {"episodes": latest})
-        self.record(part, batch)
-
-    def arrays(self) -> Arrays:
-        return {name: np.concatenate(parts) for name, parts in self._parts.items()}
-
-
 def _probed(
-    pipeline: ConnectorPipelineV2, recorder: _Recorder, where: str, before: str | None = None
+    pipeline: ConnectorPipelineV2, probe: Callable[[str], ConnectorV2], where: str, first: Sequence[ConnectorV2]
 ) -> ConnectorPipelineV2:
-    """A pipeline of the same pieces, with a probe behind each; `before` names what the first piece is given."""
-
-    def probe(part: str) -> ConnectorV2:
-        saw = partial(recorder.saw, part, where == "env_to_module")
-        return LambdaConnector(saw, name="probe", columnar=True, changes_episodes=False)
-
+    """A pipeline of the same pieces behind the `first` ones, with a probe behind each of its own."""
     pipeline = copy.deepcopy(pipeline)  # a piece is in one pipeline at a time
-    pieces = [probe(before)] if before else []
+    pieces = [*first]
     for name, piece in zip(pipeline.names, pipeline, strict=True):
         pieces += [piece, probe(f"{where}/{name}")]
     return type(pipeline)(pipeline.input_observation_space, pipeline.input_action_space, connectors=pieces)

@@ -226,7 +226,7 @@ class _Program(NamedTuple):
     output: Tree  # with a number of a value for each leaf
 
 
-class Origin(NamedTuple):
+class ModuleFiles(NamedTuple):
     """What a saved policy says of a module's class, and the files of its programs, to be saved again."""
 
     record: dict[str, Any]
@@ -253,7 +253,7 @@ class ProgramModule(RLModule):
         programs: Any,
         weights: Mapping[str, Tensor],
         constants: Constants,
-        origin: Origin,
+        origin: ModuleFiles,
         *,
         spaces: Mapping[str, gym.Space[Any]],
         initial: Tree,

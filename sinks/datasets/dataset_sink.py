@@ -8,10 +8,10 @@ import secrets
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata as packages
 from itertools import chain
@@ -430,19 +430,6 @@ RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_I
 _Rows = Mapping[str, FragmentRows | EnvChunks]  # as `FileSet.write` takes them
 
 
-@dataclass(slots=True)
-class _StepCounts:
-    """Numbers of steps: handed to a sink, and in committed files."""
-
-    handed_over: int = 0
-    committed: int = 0
-
-    @property
-    def lost(self) -> int:
-        """Those that no committed file has."""
-        return self.handed_over - self.committed
-
-
 class DatasetSink(ClosedOnExit):
     """Writes fragments to the dataset in a folder: an object that one calls, and a node of a graph.
 
@@ -506,7 +493,7 @@ class DatasetSink(ClosedOnExit):
         self._room = threading.BoundedSemaphore(self._queue_size)
         self._files: FileSet | None = None
         self._failure: Exception | None = None
-        self._steps = _StepCounts()
+        self._steps = Counter[str]()  # handed over, and in committed files
         self._is_reported = self._is_ending = False
         self._folder = DatasetFolder(path)
         self._next_number = self._opened()
@@ -515,7 +502,7 @@ class DatasetSink(ClosedOnExit):
     @property
     def num_steps(self) -> int:
         """Number of this sink's steps that stand in committed files."""
-        return self._steps.committed
+        return self._steps["committed"]
 
     def __call__(self, fragment: AnyFragment) -> None:
         """Hand a fragment to the thread that writes; waits while `queue_size` others do."""
@@ -532,7 +519,7 @@ class DatasetSink(ClosedOnExit):
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()
-        self._steps.handed_over += fragment.num_steps
+        self._steps["handed over"] += fragment.num_steps
         self._executor.submit(self._work, partial(self._write, rows, fragment.num_steps)).add_done_callback(
             lambda _: self._room.release()
         )
@@ -577,7 +564,7 @@ class DatasetSink(ClosedOnExit):
             self._raise_failure()
 
     def __repr__(self) -> str:
-        return f"<DatasetSink {os.fspath(self._folder.path)!r}: {self._steps.committed} steps committed>"
+        return f"<DatasetSink {os.fspath(self._folder.path)!r}: {self.num_steps} steps committed>"
 
     # Inside: in the caller's thread
 
@@ -689,8 +676,8 @@ class DatasetSink(ClosedOnExit):
         if self._failure is not None:
             self._is_reported = True
             raise DatasetError(
-                f"writing to {self._folder.path} has failed: {self._failure}; {self._steps.lost} steps that were "
-                f"handed over are not in the dataset, {self._steps.committed} are"
+                f"writing to {self._folder.path} has failed: {self._failure}; {_lost_of(self._steps)} steps that were "
+                f"handed over are not in the dataset, {self.num_steps} are"
             ) from self._failure
 
     # Inside: in the thread that writes
@@ -718,7 +705,7 @@ class DatasetSink(ClosedOnExit):
     def _commit(self) -> None:
         if self._files is not None:
             self._files.commit()
-            self._steps.committed += self._files.num_steps
+            self._steps["committed"] += self._files.num_steps
             self._files = None
 
     def _rows_of(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> _Rows:
@@ -729,13 +716,18 @@ class DatasetSink(ClosedOnExit):
         return agent_rows_of(fragment, columns, runs)
 
 
-def _abandon(folder: DatasetFolder, steps: _StepCounts) -> None:
+def _lost_of(steps: Mapping[str, int]) -> int:
+    """Number of steps that were handed over, and that no committed file has."""
+    return steps["handed over"] - steps["committed"]
+
+
+def _abandon(folder: DatasetFolder, steps: Mapping[str, int]) -> None:
     """Unlock the folder of a sink that is gone, or whose process ends, before it was closed; log what it loses."""
     folder.unlock()
-    if steps.lost:
+    if lost := _lost_of(steps):
         logger.warning(
             "a DatasetSink to %s was not closed: %d steps that were handed over are not in the dataset; expected a "
             "with block, or close()",
             folder.path,
-            steps.lost,
+            lost,
         )
