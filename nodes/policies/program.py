@@ -211,12 +211,8 @@ def _argument(value: Any, numbers: Mapping[str, int]) -> Any:
     raise PolicyError(f"module: its pass has an argument {shown(value)}, which a program can't have")
 
 
-class _Step(NamedTuple):
-    """An operation: its function, and what gives its arguments."""
-
-    call: Callable[..., Any]
-    args: tuple[Reader, ...]
-    kwargs: tuple[tuple[str, Reader], ...]
+# An operation: its function, and what gives its arguments and keyword arguments.
+_Step = tuple[Callable[..., Any], tuple[Reader, ...], tuple[tuple[str, Reader], ...]]
 
 
 class _Program(NamedTuple):
@@ -294,10 +290,8 @@ class ProgramModule(RLModule):
         values: Values = [part_at(batch, path, "the batch", "what the program was made for") for path in program.paths]
         tensors = [owner[name] for owner, name in program.weights]
         values += [tensor.to("meta") for tensor in tensors] if checks else tensors
-        for step in program.steps:
-            made = step.call(
-                *[read(values) for read in step.args], **{name: read(values) for name, read in step.kwargs}
-            )
+        for call, args, kwargs in program.steps:
+            made = call(*[read(values) for read in args], **{name: read(values) for name, read in kwargs})
             if checks:
                 _check_size(made, key)
             values.append(made)
@@ -350,7 +344,7 @@ def _operation(record: Any, number: int, where: str) -> _Step:
     named = {key: _reader(each, number) for key, each in kwargs.items()}
     if isinstance(call, torch._ops.OpOverload) and _makes_tensors(call):
         named["device"] = _device
-    return _Step(call, read, tuple(named.items()))
+    return call, read, tuple(named.items())
 
 
 def _makes_tensors(call: torch._ops.OpOverload) -> bool:

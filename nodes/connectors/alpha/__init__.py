@@ -549,13 +549,12 @@ def _array_of(leaf: Any) -> Any:
     return np.float32(leaf) if isinstance(leaf, float) else np.asarray(leaf)
 
 
-class ConvertToNumpyConnector(ActionConnector):
+def _as_arrays(actions: Any, states: Any, fetches: Any) -> PolicyOutputType:
     """Turns tensors among actions and states into arrays; fetches stay as they are."""
+    return map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches
 
-    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-        actions, states, fetches = ac_data.output
-        output = (map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches)
-        return replace(ac_data, output=output)
+
+ConvertToNumpyConnector = register_lambda_action_connector("ConvertToNumpyConnector", _as_arrays)
 
 
 class ClipActionsConnector(ActionConnector):
@@ -584,11 +583,12 @@ class NormalizeActionsConnector(ClipActionsConnector):
     normalize_actions = True
 
 
-class ImmutableActionsConnector(ActionConnector):
+def _immutable(actions: Any, states: Any, fetches: Any) -> PolicyOutputType:
     """Makes actions read-only: arrays, and dicts of them; so nobody changes what has been recorded."""
+    return _read_only(actions), states, fetches
 
-    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-        return replace(ac_data, output=(_read_only(ac_data.output[0]), *ac_data.output[1:]))
+
+ImmutableActionsConnector = register_lambda_action_connector("ImmutableActionsConnector", _immutable)
 
 
 def _read_only(actions: Tree) -> Any:
