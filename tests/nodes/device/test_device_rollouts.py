@@ -42,6 +42,8 @@ from rollflow.sinks import SampledNStepReturns
 from rollflow.stream import ColumnError, ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.tree import map_tree
 
+plain = FORMS["plain"]
+
 
 def gae(observation_space: Any, action_space: Any) -> Any:
     return GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)
@@ -139,7 +141,7 @@ def test_n_steps_bootstrap_as_the_latest_of_them_does() -> None:
 
 @pytest.mark.parametrize(("num_envs", "fragment_length"), [(1, 4), (3, 1), (2, 3)])
 def test_a_batch_may_be_written_to(num_envs: int, fragment_length: int) -> None:
-    with Rollout(FORMS["plain"](NumberedTensors(num_envs)), fragment_length=fragment_length) as rollout:
+    with Rollout(plain(NumberedTensors(num_envs)), fragment_length=fragment_length) as rollout:
         fragment = next(rollout.fragments())
         before = fragment.gather(Columns.OBS)
         rollout.learner_pipeline.of_fragments([fragment], rollout.module)[Columns.OBS].sub_(1)
@@ -147,7 +149,7 @@ def test_a_batch_may_be_written_to(num_envs: int, fragment_length: int) -> None:
 
 
 def test_infos_are_not_recorded_and_their_piece_is_refused() -> None:
-    env = FORMS["plain"](NumberedTensors(3))
+    env = plain(NumberedTensors(3))
     options: Any = {"learner_connector": lambda *_: AddInfosFromEpisodesToTrainBatch(), "fragment_length": 5}
     text = "no infos are recorded of .* on cpu; .* without AddInfosFromEpisodesToTrainBatch: TorchEnvs.last_extras"
     with pytest.raises(ConnectorError, match=text), Rollout(env, **options) as rollout:
@@ -260,7 +262,7 @@ def test_whole_episodes_are_those_of_arrays(prefetch: int) -> None:
 
 
 def test_a_replay_and_a_dataset_take_a_fragment_of_tensors(tmp_path: Path) -> None:
-    with Rollout(FORMS["plain"](NumberedTensors(3)), fragment_length=16, num_fragments=1, seed=3) as rollout:
+    with Rollout(plain(NumberedTensors(3)), fragment_length=16, num_fragments=1, seed=3) as rollout:
         (fragment,) = list(rollout.fragments())
     replays = [Replay(100, seed=1, batch_size=32) for _ in range(2)]
     for replay, item in zip(replays, (fragment, fragment.host), strict=True):
@@ -277,9 +279,9 @@ def test_a_replay_and_a_dataset_take_a_fragment_of_tensors(tmp_path: Path) -> No
 
 def test_a_trainer_takes_fragments_of_tensors() -> None:
     options: Any = {"fragment_length": 4, "num_fragments": 3, "seed": 3}
-    with fed(trainer(yields="fragments"), Rollout(FORMS["plain"](NumberedTensors(3)), **options)) as (stream, _):
+    with fed(trainer(yields="fragments"), Rollout(plain(NumberedTensors(3)), **options)) as (stream, _):
         theirs = list(stream)
-    with Rollout(FORMS["plain"](NumberedTensors(3)), **options) as rollout:
+    with Rollout(plain(NumberedTensors(3)), **options) as rollout:
         assert_alike(theirs, [fragment.host for fragment in rollout.fragments()])
 
 
@@ -289,11 +291,7 @@ PIECE = {"env_to_module_connector": of_arrays}
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (
-            lambda env: Rollout(env, **PIECE),
-            ConnectorError,
-            "<lambda> would have each step copied from cpu to the host",
-        ),
+        (lambda env: Rollout(env, **PIECE), ConnectorError, "<lambda> would have each step copied from cpu"),
         (
             lambda env: Rollout(env, module=DefaultModule(OBSERVATIONS, ACTIONS).to("meta")),
             ModuleError,
@@ -304,25 +302,17 @@ PIECE = {"env_to_module_connector": of_arrays}
             ModuleError,
             r"the module has memory .*, and modules with memory do not work on tensors yet; .*allow_host_copies=True\)",
         ),
-        (
-            lambda env: Rollout(env, where="threads"),
-            EnvError,
-            "where is 'threads', but a TorchEnvs steps in the loop's",
-        ),
+        (lambda env: Rollout(env, where="threads"), EnvError, "where is 'threads', but a TorchEnvs steps in the"),
         (lambda env: Rollout(env, where="auto"), EnvError, "where is 'auto', but a TorchEnvs"),
         (lambda env: Rollout(lambda: env), EnvError, "each step copied to the host: a callable made it, or a wrapper"),
         (lambda env: Rollout(gym.vector.VectorWrapper(env)), EnvError, "expected the TorchEnvs itself"),
         (lambda env: MultiAgentRollout(env), EnvError, "a TorchEnvs has one agent in each environment"),
         (
-            lambda env: Rollout([env, FORMS["plain"](NumberedTensors(2, "meta"))]),
+            lambda env: Rollout([env, plain(NumberedTensors(2, "meta"))]),
             EnvError,
             "environments of lane 1 are on meta, expected cpu of lane 0",
         ),
-        (
-            lambda env: Rollout([env, TorchEnvs(env.env, action_space=ACTIONS)]),
-            EnvError,
-            "lanes 0 and 1 were given the same environment, expected one for each",
-        ),
+        (lambda env: Rollout([env, plain(env.env)]), EnvError, "lanes 0 and 1 .* same environment, expected"),
         (
             lambda env: Rollout([SyncVectorEnv([lambda: gym.make("CartPole-v1")]), env]),
             EnvError,
@@ -332,7 +322,7 @@ PIECE = {"env_to_module_connector": of_arrays}
 )
 def test_what_can_not_be_on_the_device_is_refused(make: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
-        make(FORMS["plain"](NumberedTensors(2)))
+        make(plain(NumberedTensors(2)))
 
 
 def test_a_reward_that_is_not_finite_is_refused_at_the_cut_with_its_place() -> None:
@@ -345,7 +335,7 @@ def test_a_reward_that_is_not_finite_is_refused_at_the_cut_with_its_place() -> N
 
     with (
         pytest.raises(EnvError, match="lane 0, slot 1, vector step 3"),
-        Rollout(FORMS["plain"](Broken(3)), fragment_length=8) as rollout,
+        Rollout(plain(Broken(3)), fragment_length=8) as rollout,
     ):
         next(iter(rollout.fragments()))
 
@@ -386,12 +376,7 @@ FIRST = "in lane 0, slot 1, vector step 0, expected"
 @pytest.mark.parametrize(
     ("module", "options", "error", "text"),
     [
-        (
-            giving([0.0, NAN, 0.0]),
-            {"explore": False},
-            ModuleError,
-            rf"inputs' is \[0.0, nan, 0.0\] {FIRST} numbers below",
-        ),
+        (giving([0.0, NAN, 0.0]), {"explore": False}, ModuleError, rf"inputs' is \[0.0, nan, 0.0\] {FIRST} numbers"),
         (giving([0.0, INF, 0.0]), {"explore": False}, ModuleError, f"{FIRST} numbers below inf"),
         (giving([OUT] * 3), {"explore": False}, ModuleError, f"{FIRST} .* with one above -1e9"),
         (giving([0.0] * 3 + [OUT] * 2, SQUARE), {"explore": False}, ModuleError, FIRST),
@@ -405,12 +390,7 @@ FIRST = "in lane 0, slot 1, vector step 0, expected"
         (giving(7, what="actions"), {}, ColumnError, rf"'actions' is 7 {FIRST} one in Discrete\(3\)"),
         (giving([0, -1], SQUARE, "actions"), {}, ColumnError, rf"'actions' is \[0, -1\] {FIRST} one in MultiDiscrete"),
         (giving([0.0, NAN], ACTIONS, "actions"), {}, ModuleError, rf"'actions' is \[0.0, nan\] {FIRST} one in Box"),
-        (
-            giving([0.0] * 3),
-            {},
-            ModuleError,
-            "in lane 0, slot 1, vector step 2, expected .*: the observation itself is not finite",
-        ),
+        (giving([0.0] * 3), {}, ModuleError, "slot 1, vector step 2, .*: the observation itself is not finite"),
         (
             giving(0, what="actions"),
             {"env_to_module_connector": lambda env: MeanStdFilter()},

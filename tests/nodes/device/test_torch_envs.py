@@ -298,10 +298,7 @@ def plain(*answer: Any) -> TorchEnvs:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (
-            (ROW, ONES, ONES[:, None], {}),
-            r"^dones is a Tensor float32\[2, 1\] on cpu, expected a tensor \[2\] on cpu, with",
-        ),
+        ((ROW, ONES, ONES[:, None], {}), r"^dones is a Tensor float32\[2, 1\] on cpu, expected a tensor \[2\] on"),
         ((ROW, ONES[:, None], ONES, {}), r"^rewards is a Tensor float32\[2, 1\]"),
         ((ROW, ONES, ONES, {"time_outs": ONES[:1]}), r"^extras\['time_outs'\] is a Tensor float32\[1\]"),
         ((ROW, ONES, ONES, {"time_outs": [0, 1]}), r"^extras\['time_outs'\] is \[0, 1\], expected"),
@@ -309,26 +306,11 @@ def plain(*answer: Any) -> TorchEnvs:
         ((ROW, ONES, ONES, ONES.to("meta"), {}), r"^truncateds is a Tensor float32\[2\] on meta, expected"),
         ((ROW, ONES, ONES, ONES.numpy(), {}), r"^truncateds is an array float32\[2\], expected"),
         ((ROW, ONES, ONES, "log"), "^extras is a str of 3, expected a dict"),
-        (
-            (ROW, ONES, ONES, {"final_obs": ROW[:1]}),
-            r"^extras\['final_obs'\] is a Tensor float32\[1, 3\], expected a Tens",
-        ),
-        (
-            (ROW, ONES, ONES, ONES, {"final_obs": ROW[:1]}),
-            r"^infos\['final_obs'\] .* float32\[2, 3\]: a row for each of",
-        ),
-        (
-            (ROW, ONES, ONES, ONES, {"final_obs": np.array([None, None])}),
-            r"^infos\['final_obs'\] is an array object\[2\]",
-        ),
-        (
-            (ROW, ONES, ONES, ONES, {"final_observation": [*ROW]}),
-            r"^infos\['final_observation'\] is \[a?.*, expected a T",
-        ),
-        (
-            (ROW, ONES, ONES, ONES, {"final_obs": {"obs": ROW}}),
-            r"^infos\['final_obs'\] is {'obs': .*, expected a Tensor",
-        ),
+        ((ROW, ONES, ONES, {"final_obs": ROW[:1]}), r"^extras\['final_obs'\] is a Tensor float32\[1, 3\], expected"),
+        ((ROW, ONES, ONES, ONES, {"final_obs": ROW[:1]}), r"^infos\['final_obs'\] .* float32\[2, 3\]: a row for each"),
+        ((ROW, ONES, ONES, ONES, {"final_obs": np.array([None, None])}), r"^infos\['final_obs'\] is an array object"),
+        ((ROW, ONES, ONES, ONES, {"final_observation": [*ROW]}), r"^infos\['final_observation'\] is \[a?.*, expected"),
+        ((ROW, ONES, ONES, ONES, {"final_obs": {"obs": ROW}}), r"^infos\['final_obs'\] is {'obs': .*, expected a Ten"),
     ],
 )
 def test_values_are_refused_by_the_names_that_environments_have(answer: Any, text: str) -> None:
@@ -359,23 +341,14 @@ class FiveValues(RslRlEnv):
             r"a tuple of 5, expected \(observations, rewards, dones, extras\) of an rsl_rl .* legged_gym",
         ),
         (lambda: TorchEnvs(NumberedTensors), "env is the class NumberedTensors, expected an instance"),  # type: ignore[arg-type]
-        (
-            lambda: TorchEnvs(gym.make("CartPole-v1")),
-            "a gymnasium.Env of one slot, expected .* Rollout takes a callable",
-        ),
-        (
-            lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS),
-            "expected a tensor; an environment of arrays goes to Rollout without TorchEnvs",
-        ),
+        (lambda: TorchEnvs(gym.make("CartPole-v1")), "a gymnasium.Env of one slot, expected .* takes a callable"),
+        (lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS), "expected a tensor; .* of arrays goes to"),
         (lambda: TorchEnvs(Plain(ROW), group=["policy"]), r"group is \['policy'\], expected the name of one"),  # type: ignore[arg-type]
         (
             lambda: TorchEnvs(VmasEnv(NumberedTensors(2), spaces=(OBSERVATIONS, ACTIONS))),
             r"agents have different spaces, .* agent_0: Box\(.*\(3,\), float32\) and Box.*; agent_1: Box\(.*\(2,\)",
         ),
-        (
-            lambda: TorchEnvs(Limited(NumberedTensors(2))),
-            r"with max_steps=9, .*make_env\(…, terminated_truncated=True\)",
-        ),
+        (lambda: TorchEnvs(Limited(NumberedTensors(2))), r"with max_steps=9, .*make_env\(…, terminated_truncated"),
         (lambda: TorchEnvs("CartPole-v1"), r"env is 'CartPole-v1', expected an environment of tensors"),
         (lambda: TorchEnvs(NextStep(NumberedTensors(2))), r"is AutoresetMode.NEXT_STEP, expected AutoresetMode.SAME"),
         (lambda: TorchEnvs(Plain(ROW)), r"action_space is None, expected the gymnasium.Space"),
@@ -383,10 +356,7 @@ class FiveValues(RslRlEnv):
             lambda: TorchEnvs(Plain(ROW), action_space=spaces.Dict({"to": spaces.Box(0, 3, (2,), np.int64)})),
             r"action_space\['to'\] is a Box of int64, expected Discrete or MultiDiscrete, or one of floats",
         ),
-        (
-            lambda: TorchEnvs(Plain(ROW.bfloat16()), action_space=ACTIONS),
-            r"an observation is torch.bfloat16, expected a dtype that numpy has",
-        ),
+        (lambda: TorchEnvs(Plain(ROW.bfloat16()), action_space=ACTIONS), "is torch.bfloat16, expected a dtype that"),
         (lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS), r"is an array float64.* expected a tensor"),
         (
             lambda: TorchEnvs(RslRlEnv(NumberedTensors(2)), group="actor"),
