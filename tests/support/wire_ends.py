@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
-from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
+from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
@@ -183,12 +184,15 @@ class StreamEnds:
         return self.source.receive(taken_from(self.trainer), 0.0)
 
 
+QUERY = wire.Fragment(0, 3, {"ids": np.array([7, 9])}, {"name": "update_priorities", "done": 2})
+
+
 def asking() -> StreamEnds:
     """Both ends of one connection, after the handshake, of a sampler whose query 3 a replay host has to answer."""
     session = wire.SenderSession(TOKEN)
     session.given = session.done = session.kept = 2
     ends = StreamEnds(session, wire.ReceiverSession(TOKEN, 2, 8), accepts="sampler", credits=8)
-    ends.source.ask(EXAMPLES["query"])  # type: ignore[arg-type]
+    ends.source.ask(QUERY)
     return ends
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 from wire_ends import (
+    QUERY,
     Ends,
     StreamEnds,
     allocated,
@@ -92,14 +93,14 @@ ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
     ),
     (
         lambda: StreamEnds(given=50).trainer,
-        [stream_of("fragment", "news"), stream_of("lent", "ping"), stream_of("news", "ping", "goodbye")],
+        [stream_of("fragment", "metrics"), stream_of("metrics", "ping", "goodbye")],
     ),
     (
         lambda: StreamEnds(known=wire.ReceiverSession(TOKEN, taken=50), given=50).source,
         [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")],
     ),
-    (lambda: _flushed(asking().source), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
-    (lambda: asking().trainer, [stream_of("query", "ping"), stream_of("query", "refused")]),
+    (lambda: _flushed(asking().source), [frame_as(QUERY), frame_as(QUERY) + stream_of("goodbye")]),
+    (lambda: asking().trainer, [frame_as(QUERY), frame_as(QUERY) + stream_of("refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

@@ -174,29 +174,5 @@ EXAMPLES: dict[str, wire.Message] = {
     ),
     "states": wire.States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
     "done": wire.Done(41, 40, (3, 0, 3)),
-    "lent": wire.Fragment(
-        0,
-        1,
-        {},
-        {
-            "sequence": 0,
-            "lent": {
-                "new": [[3, 4096]],
-                "gone": [2],
-                "blocks": [3, 0],
-                "columns": lent({"rewards": np.zeros((2, 2), np.float32)}, (0, 64)),
-            },
-        },
-    ),
-    "news": wire.Metrics({"left": [1, 42]}),
-    "query": wire.Fragment(
-        0,
-        3,
-        {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)},
-        {"name": "update_priorities", "done": 2},
-    ),
-    "result": wire.Fragment(
-        0, 3, {"rewards": np.array([1.0, 0.5], np.float32), "ids": np.array([7, 9])}, {"values": {}, "problem": None}
-    ),
     "metrics": wire.Metrics({"episodes": 12, "return_mean": 31.5}),
 }
