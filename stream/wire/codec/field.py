@@ -137,15 +137,6 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def map_of(check: Check) -> Check:
-    """A map from strings to values that `check` takes."""
-
-    def check_all(value: Any, where: str) -> dict[str, Any]:
-        return {key: check(item, f"{where}[{key!r}]") for key, item in mapping(value, where).items()}
-
-    return check_all
-
-
 def entries(**checks: Check) -> Check:
     """A map with these entries, a missing one as None, without any others."""
 

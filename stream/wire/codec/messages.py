@@ -193,8 +193,8 @@ class Weights(WireMessage):
     """
 
     version: PolicyVersion
-    tensors: Annotated[Mapping[str, NDArray[Any]], field.map_of(field.array)]
-    dtypes: Annotated[Mapping[str, str], field.map_of(field.text(64))]
+    tensors: Annotated[Mapping[str, NDArray[Any]], field.mapping]
+    dtypes: Annotated[Mapping[str, str], field.mapping]
     others: Annotated[Mapping[str, Any], field.mapping]
     module: ModuleName = None
     id: Annotated[bytes, field.raw(0, ID_BYTES)] = b""
