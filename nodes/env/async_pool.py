@@ -14,7 +14,7 @@ from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.ready_lane import joined_answers
 
-_BOOKKEEPING = ("env_id", "players", "elapsed_step")  # of infos: no environment's own
+_BOOKKEEPING = {"env_id", "players", "elapsed_step"}  # of infos: no environment's own
 # Arrays [K] of an answer: name, dtype, and the kinds of dtypes that are taken for it.
 _ARRAYS = (
     ("reward", "number", "fiub"),
@@ -33,6 +33,9 @@ class SlotAnswers(NamedTuple):
     truncateds: NDArray[np.bool_]  # bool[K]
     infos: Mapping[str, Any]  # gymnasium's vector form, over the K slots
     slots: NDArray[np.int64]  # i64[K]
+    final: tuple[Tree, Mapping[str, Any]] | None = (
+        None  # last observations any[E, ...] and infos, with first ones above
+    )
 
 
 class AsyncPool:
@@ -53,6 +56,8 @@ class AsyncPool:
         self.env, self.num_envs = env, env.num_envs
         self._pool = env.unwrapped
         self._size = int(self._pool.config["batch_size"])
+        self._shape = (self._size,)
+        self._dtypes: tuple[Any, ...] = ()  # of an answer's arrays; (): none has come
         self._where = where
         self._awaited: set[int] = set()  # slots that are under way
         self._answers = 0  # since the first resets
@@ -75,7 +80,7 @@ class AsyncPool:
         self._pool.async_reset()
         self._awaited, self._answers = set(range(self.num_envs)), -self.num_envs
         answers = [self.receive() for _ in range(self.num_envs // self._size)]
-        _, observations = joined_answers([(each.slots, each.observations) for each in answers])
+        _, observations = joined_answers([(each.slots, each.observations) for each in answers], self.num_envs)
         infos = SlotInfos(count=self.num_envs)
         self._check.slots(observations)
         for each in answers:
@@ -93,14 +98,26 @@ class AsyncPool:
     def receive(self) -> SlotAnswers:
         """Receive the answers that are ready next, of slots that are under way. Raises EnvError for anything else."""
         answer = self._pool.recv()
-        self._check_form(answer)
-        observations, rewards, terminateds, truncateds, infos = answer
-        slots = infos["env_id"].astype(np.int64)
-        self._check_ids(slots.tolist())
+        try:
+            observations, rewards, terminateds, truncateds, infos = answer
+            ids, shape = infos["env_id"], self._shape
+            dtypes: tuple[Any, ...] = rewards.dtype, terminateds.dtype, truncateds.dtype, ids.dtype
+            is_known = shape == rewards.shape == terminateds.shape == truncateds.shape == ids.shape
+        except Exception:
+            is_known, dtypes = False, ()
+        if not is_known or dtypes != self._dtypes:
+            self._check_form(answer)
+            self._dtypes = dtypes
+        slots = ids.astype(np.int64)
+        came = set(slots.tolist())
+        if len(came) < self._size or not came <= self._awaited:
+            raise self._wrong_ids(slots)
+        self._awaited -= came
         step, self._answers = self._answers // self.num_envs, self._answers + self._size
         if step in CHECKED_STEPS:
             self._check.slots(observations, step, slots)
-        kept = {name: value for name, value in infos.items() if name not in _BOOKKEEPING}
+        is_all = infos.keys() <= _BOOKKEEPING
+        kept = {} if is_all else {name: value for name, value in infos.items() if name not in _BOOKKEEPING}
         return SlotAnswers(observations, rewards, terminateds, truncateds, kept, slots)
 
     def close(self) -> None:
@@ -116,21 +133,17 @@ class AsyncPool:
         if not isinstance(infos, Mapping) or "env_id" not in infos:
             given = f"a dict with {shown(list(infos))}" if isinstance(infos, Mapping) else kind_of(infos)
             raise EnvError(f"{self._where}recv gave as info {given}, expected a dict with 'env_id'").see("environment")
-        shape = (self._size,)
         for value, (name, dtype, kinds) in zip((*answer[1:4], infos["env_id"]), _ARRAYS, strict=True):
-            if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind not in kinds:
+            if not isinstance(value, np.ndarray) or value.shape != self._shape or value.dtype.kind not in kinds:
                 expected = f"an array {dtype}[{self._size}], since batch_size is {self._size}"
                 raise EnvError(f"{self._where}recv gave as {name} {kind_of(value)}, expected {expected}").see("flags")
 
-    def _check_ids(self, ids: list[int]) -> None:
-        """Take slots, that have been answered for, from those under way. Raises EnvError for others, and for twins."""
-        came = set(ids)
-        if len(came) < len(ids) or not came <= self._awaited:
-            raise EnvError(
-                f"{self._where}recv gave as info['env_id'] {shown(ids)}, expected {self._size} different ones, of the "
-                f"environments that have not answered since their last action: {shown(sorted(self._awaited))}"
-            ).see("environment")
-        self._awaited -= came
+    def _wrong_ids(self, slots: NDArray[np.int64]) -> EnvError:
+        """The error for answers of slots that are not under way, or are there twice."""
+        return EnvError(
+            f"{self._where}recv gave as info['env_id'] {shown(slots.tolist())}, expected {self._size} different ones, "
+            f"of the environments that have not answered since their last action: {shown(sorted(self._awaited))}"
+        ).see("environment")
 
 
 def is_asynchronous(env: Any) -> bool:

@@ -389,6 +389,29 @@ class SlotLane:
         begun = self.episode_start.copy(), self.episode_number.copy()
         return kind(self.layout, self.index, sequence, columns, *begun, **more)
 
+    def _end_lost(self, slots: NDArray[np.int64], reason: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """End the episodes of slots, i64[K], with their newest observations: their environments were lost.
+
+        Those that have a step in this fragment end as truncated. Returns these, i64[C], and their last steps' rows.
+        """
+        rows, fragment = np.broadcast_to(self.rows_of(slots), slots.shape), self.fragment
+        has_step = np.maximum(self.episode_start[slots], fragment.first_row) < rows
+        cut, ends = slots[has_step], rows[has_step] - 1
+        fragment.columns[Columns.TRUNCATEDS].tree[ends, cut] = True
+        # The first observations and infos of the next episodes will overwrite these.
+        infos = SlotInfos(count=self.layout.num_slots)
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            there = fragment.infos[row]
+            if isinstance(there, SlotInfos) and slot in there.of_slots:
+                infos.of_slots[slot] = there.of_slots.pop(slot)
+        if len(cut):
+            fragment.finals.append(Final(ends, cut, self._column.items(ends + 1, cut), infos))
+        for row in np.unique(rows).tolist():
+            fragment.losses.append(Loss(row, slots[rows == row], cut[ends == row - 1], reason))
+        for slot in cut.tolist():
+            self.custom_data.setdefault((slot, int(self.episode_number[slot])), {})["lost"] = reason
+        return cut, ends
+
     def _next(self, stops: Any, kind: type[F], **more: Any) -> tuple[F, Any]:
         """Begin the next fragment with the last H rows before `stops`, i64[N] or one of all slots, and those.
 
@@ -672,7 +695,7 @@ class Lane(SlotLane):
         ended = self.ended
         super().commit_ended()
         if ended is not None:
-            self._begin_episodes(ended.slots, self.row)
+            self._begin_episodes(ended.slots, self.rows_of(ended.slots))
 
     # Fragments
 
@@ -768,8 +791,8 @@ class Lane(SlotLane):
         self._dead = None
         return done if done is not None and 1 in done.tobytes() else None
 
-    def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
-        self.episode_start[slots] = row
+    def _begin_episodes(self, slots: NDArray[np.int64], rows: NDArray[np.int64] | int) -> None:
+        self.episode_start[slots] = rows
         self.episode_number[slots] += 1
 
 

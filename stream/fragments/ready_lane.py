@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.infos import copied, info_of
+from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.fragments.lane import Lane, check_reset_rewards
-from rollflow.stream.fragments.live_episode import LaneEpisodes
+from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes
 
 Slots = NDArray[np.int64]
 _NO_FLAT: tuple[Any, ...] = None, None, None
+_Array = np.ndarray
 _FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
@@ -40,7 +41,8 @@ class ReadyLane(Lane):
     layout     of fragments of T vector steps, under NEXT_STEP autoreset. A slot makes at most 2T steps in a fragment,
                which has T·N answers, or fewer where a slot has made so many: it has rows for them. Where the lane runs
                ahead, the last turn may bring it a few more
-    receive    gives the next answers for slots that are under way, as `record_step` takes them
+    receive    gives the next answers for slots that are under way, as `record_step` takes them; None: of none, but some
+               have been given up meanwhile
 
     at         i64[N] row of each slot's newest observation. All is written by `row * N + slot`, as one number: for a
                few slots that takes half of the time
@@ -52,7 +54,7 @@ class ReadyLane(Lane):
         index: int,
         layout: FragmentLayout,
         observation_space: gym.Space[Any],
-        receive: Callable[[], tuple[Any, ...]],
+        receive: Callable[[], tuple[Any, ...] | None],
         *,
         is_shared: bool = False,
     ) -> None:
@@ -63,10 +65,13 @@ class ReadyLane(Lane):
         self._places = self.everyone + layout.lookback * layout.num_slots  # row * N + slot, of all slots
         self._turn = self._places.copy()  # of the turn's slots
         self._most = self._last_row * layout.num_slots
-        # Column by name: its rows end to end, dtype and shape of the values of a usual turn; none of trees.
-        self._flat: dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]] = {}
-        self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a reset's
-        self._has_come = np.zeros(layout.num_slots, np.bool_)  # slots whose answer has come since the turn began
+        # By the number of slots in a turn: columns by name, with their rows end to end, dtype, and shape of the values.
+        self._flat: dict[int, dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]]] = {}
+        self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a first observation
+        self._lost, self._gone = self._resets.copy(), self._resets.copy()  # of those, that stay in their rows; for good
+        self._came: list[Slots] = []  # slots whose answer has come since the turn began
+        self._finals: list[tuple[Slots, Tree]] = []  # slots whose episodes those have ended, and last observations
+        self._final_infos = SlotInfos(count=layout.num_slots)  # that go with these
         self._begin_fragment()
 
     def run_ahead(self, num_fragments: int | None) -> None:
@@ -90,15 +95,20 @@ class ReadyLane(Lane):
     @property
     def steps_under_way(self) -> int:
         """Number of transitions that the turn's actions make, but for those that have been answered for."""
-        slots = self.episodes.slots
-        return int(np.count_nonzero(~(self._resets | self._has_come)[slots]))
+        return int(np.count_nonzero(self._under_way[self.episodes.slots]))
 
     @property
     def in_flight(self) -> int:
         """Number of transitions that slots outside of the turn are making; 0 once no more actions are sent."""
-        if self.has_stopped:
-            return 0
-        return int(np.count_nonzero(~(self._resets | self._has_come))) - self.steps_under_way
+        return 0 if self.has_stopped else int(np.count_nonzero(self._under_way)) - self.steps_under_way
+
+    @property
+    def _under_way(self) -> NDArray[np.bool_]:
+        """bool[N]: slots that make a transition, once the turn's actions are sent."""
+        under_way = ~self._resets
+        for slots in self._came:
+            under_way[slots] = False
+        return under_way
 
     # Recording
 
@@ -106,8 +116,7 @@ class ReadyLane(Lane):
         """Write `actions` and every extra output, trees of arrays `any[K, ...]`, for the turn's slots; see `Lane`."""
         if outputs.keys() != self._outputs:
             self._take_outputs(outputs)
-        for name, values in outputs.items():
-            self._put(name, self._turn, values)
+        self._put(self._turn, outputs)
         if self.policy_version != self._version_written or self.at_start:
             self._version_written = version = self.policy_version
             versions = self.fragment.columns[Columns.POLICY_VERSION].tree
@@ -124,6 +133,7 @@ class ReadyLane(Lane):
         truncateds: NDArray[np.bool_],
         infos: Mapping[str, Any],
         slots: Slots,
+        final: tuple[Tree, Mapping[str, Any]] | None = None,
     ) -> None:
         """Write the answers for K slots, none of them twice; their slots are the next turn's.
 
@@ -132,19 +142,21 @@ class ReadyLane(Lane):
         terminateds, truncateds    bool[K]
         infos                      gymnasium's vector form, over the K slots
         slots                      i64[K]
+        final                      last observations any[E, ...] of the E of them that ended, and infos as above, where
+                                   `observations` already has the next episodes' first
 
         With the last answers of a fragment that is not ahead, all that is under way is received: the turn has every
         slot.
         """
-        parts = [self._take_in((observations, rewards, terminateds, truncateds, infos, slots))]
+        parts = [self._take_in(observations, rewards, terminateds, truncateds, infos, slots, final)]
         self._turns += 1
         # No slot has made as many steps as it has rows for before there were as many turns.
         is_late = self._turns >= self.layout.num_rows
         if self._answers >= self._enough or (is_late and self._places[slots].max() >= self._most):
             self.is_full = True
             if not self._is_ahead:
-                parts += self._received(self.layout.num_slots - len(slots))
-        self._begin_turn(*joined_answers(parts))
+                parts += self._received(slots)
+        self._begin_turn(parts)
         self.vector_steps = (self._answers_before + self._answers) // self.layout.num_slots
 
     def take_rest(self) -> bool:
@@ -152,77 +164,117 @@ class ReadyLane(Lane):
 
         The turn has the slots that were under way: of the others all has been seen.
         """
-        under_way = self.layout.num_slots - len(self.episodes)
-        if under_way:
-            self._begin_turn(*joined_answers(self._received(under_way)))
+        parts = self._received(self.episodes.slots)
+        if parts:
+            self._begin_turn(parts)
         self.has_stopped = True
-        return bool(under_way)
+        return bool(parts)
 
-    def _take_in(self, answer: tuple[Any, ...]) -> tuple[Slots, Tree]:
+    def lose(self, reason: str, slots: Slots) -> int:  # type: ignore[override]  # of some slots
+        """End the open episodes of slots, i64[K], whose environments were lost, as `Lane.lose` does.
+
+        The next answer for each of them is a first observation, with a reward of 0. Returns the number of transitions
+        that they were making, or were to make with the turn's actions.
+        """
+        lost = slots[self._under_way[slots]]
+        self._end_lost(lost, reason)
+        self._lost[lost] = self._resets[lost] = True
+        return len(lost)
+
+    def give_up(self, slots: Slots) -> None:
+        """Wait for slots, i64[K], that have been lost, no more: there are no answers for them."""
+        self._gone[slots] = True
+
+    def _take_in(
+        self,
+        observations: Tree,
+        rewards: NDArray[Any],
+        terminateds: NDArray[np.bool_],
+        truncateds: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        slots: Slots,
+        final: tuple[Tree, Mapping[str, Any]] | None = None,
+    ) -> tuple[Slots, Tree]:
         """Write all but the observations of answers, and move their slots on; the slots and their observations."""
-        observations, rewards, terminateds, truncateds, infos, slots = answer
         places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
-        self._put(Columns.REWARDS, places, rewards)
-        has_begun = 1 in were_reset.tobytes()
+        self._rewards[places] = rewards
+        after, has_begun = places + self.layout.num_slots, 1 in were_reset.tobytes()
         if has_begun:
             begun = slots[were_reset]
             check_reset_rewards(begun, rewards[were_reset])
+            terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
             self.num_steps -= len(begun)
+            if 1 in self._lost[begun].tobytes():
+                after -= self.layout.num_slots * self._lost[slots]
+                self._version_written = -1  # in their rows is that of the actions that were lost
+            self.episode_start[begun] = after[were_reset] // self.layout.num_slots
+            self.episode_number[begun] += 1
+            self._resets[begun] = self._lost[begun] = False
         # What raised so far was not taken in: it counts as under way.
         self.at_start = self._typing = False
-        self._places[slots] = places + self.layout.num_slots
-        self._has_come[slots] = True
+        self._places[slots] = after
+        self._came.append(slots)
         self._answers += count
         self.num_steps += count
-        has_ends = 1 in terminateds.tobytes() or 1 in truncateds.tobytes()
-        if has_begun:
-            self.episode_start[begun] = self.at[begun]
-            self.episode_number[begun] += 1
-            self._resets[begun] = False
-            if has_ends:
-                terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
-        if has_ends:
-            self._put(Columns.TERMINATEDS, places, terminateds)
-            self._put(Columns.TRUNCATEDS, places, truncateds)
-            self._resets[slots] |= terminateds | truncateds
+        if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
+            self._put(places, {Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds})
+            done = terminateds | truncateds
+            if final is None:
+                self._resets[slots] |= done
+            else:
+                self._finals.append((slots[done], final[0]))
+                for place in done.nonzero()[0].tolist():
+                    self._final_infos.of_slots[int(slots[place])] = copied(info_of(final[1], place))
         if infos:
             self._keep_infos(slots, infos)
         return slots, observations
 
-    def _received(self, count: int) -> list[tuple[Slots, Tree]]:
-        """Receive so many answers: their slots and observations."""
-        received = list[tuple[Slots, Tree]]()
-        while sum(len(slots) for slots, _ in received) < count:
-            received.append(self._take_in(self._receive()))
+    def _received(self, turn: Slots) -> list[tuple[Slots, Tree]]:
+        """Receive all answers for slots outside of a turn, i64[K]: their slots and observations."""
+        received, awaited = list[tuple[Slots, Tree]](), ~self._gone
+        awaited[turn] = False
+        while (awaited & ~self._gone).any():
+            answer = self._receive()
+            if answer is not None:
+                received.append(self._take_in(*answer))
+                awaited[received[-1][0]] = False
         return received
 
-    def _begin_turn(self, slots: Slots, observations: Tree) -> None:
-        """Begin a turn of slots, whose newest observations are to be recorded."""
+    def _begin_turn(self, parts: Sequence[tuple[Slots, Tree]]) -> None:
+        """Begin a turn of answers' slots, whose newest observations are to be recorded."""
+        slots, observations = joined_answers(parts, self.layout.num_slots)
         self._turn, is_settled = self._places[slots], self.observation_space is self.observation_spaces[0]
         if is_settled:
-            observations = self._put(Columns.OBS, self._turn, observations)
+            observations = self._put(self._turn, {Columns.OBS: observations})
         else:
             given = self.columns.type_of(self.observation_spaces[0])
             assert given is not None
             observations = given.cast(observations, len(slots))
+        if self._finals:
+            ended, last = joined_answers(self._finals, self.layout.num_slots)
+            before, infos = (self.episode_start.copy(), self.episode_number.copy()), self._final_infos
+            self.ended = EndedEpisodes(self, ended, last, self.at[ended] - 1, *before, infos)
+            self._finals, self._final_infos = [], SlotInfos(count=self.layout.num_slots)
         self.episodes = LaneEpisodes(self, slots, observations, is_settled=is_settled)
-        self._has_come[:] = False
+        self._came.clear()
 
     def _take_observations(self, observations: Tree) -> None:
-        self._begin_turn(self.everyone, observations)
+        self._begin_turn([(self.everyone, observations)])
 
-    def _put(self, name: str, places: Slots, values: Tree) -> Tree:
-        """Write a column's values, any[K, ...], to places, i64[K]; return them in the column's dtypes."""
-        flat, dtype, shape = self._flat.get(name, _NO_FLAT)
-        if flat is None or type(values) is not np.ndarray or values.dtype is not dtype or values.shape != shape:
+    def _put(self, places: Slots, given: Mapping[str, Tree]) -> Tree:
+        """Write columns' values, any[K, ...], to places, i64[K]; return those of the last, in its column's dtypes."""
+        flat, values = self._flat.setdefault(len(places), {}), None
+        for name, values in given.items():
+            rows, dtype, shape = flat.get(name) or _NO_FLAT
+            if type(values) is _Array and values.dtype is dtype and values.shape == shape:
+                rows[places] = values
+                continue
             column, slots = self.fragment.columns[name], self.layout.num_slots
             values = column.cast(values, len(places))
             if isinstance(column.tree, np.ndarray):
-                rows = column.tree.reshape(self.layout.num_slots * len(column.tree), *column.tree.shape[2:])
-                self._flat[name] = rows, rows.dtype, values.shape
+                rows = column.tree.reshape(slots * len(column.tree), *column.tree.shape[2:])
+                flat[name] = rows, rows.dtype, values.shape
             column.write_items(places // slots, places % slots, values)
-            return values
-        flat[places] = values
         return values
 
     def _keep_infos(self, slots: Slots, infos: Mapping[str, Any]) -> None:
@@ -233,7 +285,8 @@ class ReadyLane(Lane):
     # Reading and writing by connector pieces
 
     def shown_with(self, slot: int) -> LaneEpisodes | None:  # type: ignore[override]  # slots that are under way
-        return self.episodes if self.episodes.shows(slot) else None
+        shown = super().shown_with(slot)
+        return shown if shown.shows(slot) else None
 
     def rows_of(self, slots: Slots) -> Slots:  # type: ignore[override]
         rows: Slots = self._places[slots] // self.layout.num_slots
@@ -243,7 +296,7 @@ class ReadyLane(Lane):
         return int(self._places[slot]) // self.layout.num_slots
 
     def has_ended(self, slot: int) -> bool:
-        return bool(self._resets[slot])
+        return super().has_ended(slot) or bool(self._resets[slot])
 
     def try_record(self, slot: int, observation: Tree) -> bool:
         return False  # what the episodes show is no view of the column
@@ -259,7 +312,7 @@ class ReadyLane(Lane):
         """Return the fragment, read-only, with zeros behind each slot's last step, and begin the next one."""
         old, lookback, stops = self.fragment, self.layout.lookback, self.at
         new, _ = self._next(stops, Fragment)
-        new.episode_start[self._resets] = lookback + 1
+        new.episode_start[self._resets] = lookback + 1 - self._lost[self._resets]
         new.episode_number[self._resets] += 1
         first, last = stops.min(), stops.max()
         beyond = np.arange(first, last)[:, None] >= stops
@@ -269,7 +322,7 @@ class ReadyLane(Lane):
                 leaf[first + is_obs : last + is_obs][beyond] = 0
         old.seal_at(stops)
         self._places = self.everyone + lookback * self.layout.num_slots
-        self._turn, self._flat = self._places[self.episodes.slots], {}
+        self._turn = self._places[self.episodes.slots]
         self._begin_fragment()
         self.at_start, self.is_full = True, False
         return old
@@ -280,15 +333,16 @@ class ReadyLane(Lane):
         # Where the others are waited for, no more actions are sent once they make the fragment full.
         self._enough = layout.num_slots * layout.num_rows // 2 - (0 if self._is_ahead else layout.num_slots - 1)
         self._answers_before, self._answers, self._turns = self._answers_before + self._answers, 0, 0
+        self._rewards, self._flat = self.fragment.columns[Columns.REWARDS].tree.reshape(-1), {}
 
     def release(self) -> None:
         super().release()
         self.has_stopped = True
 
 
-def joined_answers(parts: Sequence[tuple[Slots, Tree]]) -> tuple[Slots, Tree]:
-    """The slots of answers, ascending, and their observations; those of one as they are."""
-    if len(parts) == 1:
+def joined_answers(parts: Sequence[tuple[Slots, Tree]], num_slots: int) -> tuple[Slots, Tree]:
+    """The slots of answers, and their observations; ascending where they are of several, or of all slots."""
+    if len(parts) == 1 and len(parts[0][0]) < num_slots:
         return parts[0]
     slots = np.concatenate([each for each, _ in parts])
     order = slots.argsort()

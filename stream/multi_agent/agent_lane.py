@@ -24,7 +24,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, stack_trees
-from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss
+from rollflow.stream.fragments.fragment import Final, FragmentLayout
 from rollflow.stream.fragments.lane import LaneColumns, SlotLane, copy_rows, outputs_error
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, column_name, named_columns
@@ -267,34 +267,14 @@ class AgentLane(SlotLane):
         """
         under_way = self.waits if is_under_way else self.waits & ~self._fresh
         count, slots = int(np.count_nonzero(under_way)), np.flatnonzero(self.lives)
-        rows, fragment = self.at[slots], self.fragment
-        has_step = np.maximum(self.episode_start[slots], fragment.first_row) < rows
-        cut, ends = slots[has_step], rows[has_step] - 1
-        fragment.columns[Columns.TRUNCATEDS].tree[ends, cut] = True
-        seen = fragment.clock[ends + 1, cut].tolist()
-        fragment.ends.update(zip(zip(ends.tolist(), cut.tolist(), strict=True), seen, strict=True))
-        # The first observations and infos of the next episodes will overwrite these.
-        infos = self._remove_infos(slots, rows)
-        if len(cut):
-            fragment.finals.append(Final(ends, cut, self._column.items(ends + 1, cut), infos))
-        for row in np.unique(rows).tolist():
-            fragment.losses.append(Loss(row, slots[rows == row], cut[ends == row - 1], reason))
-        for slot in cut.tolist():
-            self.custom_data.setdefault((slot, int(self.episode_number[slot])), {})["lost"] = reason
+        cut, ends = self._end_lost(slots, reason)
+        seen = self.fragment.clock[ends + 1, cut].tolist()
+        self.fragment.ends.update(zip(zip(ends.tolist(), cut.tolist(), strict=True), seen, strict=True))
         self.episode_number[slots] += 1
         for of_slots in (self.lives, self.waits, self._fresh, self.received):
             of_slots[:] = 0
         self.acting, self._edited = self.everyone[:0], None
         return count
-
-    def _remove_infos(self, slots: Slots, rows: Slots) -> SlotInfos:
-        """Remove the infos of the newest observations, in these rows, from the fragment, and return them."""
-        removed = SlotInfos(count=self.layout.num_slots)
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-            there = self.fragment.infos[row]
-            if isinstance(there, SlotInfos) and slot in there.of_slots:
-                removed.of_slots[slot] = there.of_slots.pop(slot)
-        return removed
 
     def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
         """Keep the infos of the step, or of first observations after it: slot -> info. Call it before `commit_ended`.

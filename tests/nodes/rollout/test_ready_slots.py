@@ -14,7 +14,6 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
-from piece_forms import Doubled
 from property_examples import examples
 from stand_in_pool import StandInPool
 from ways import WAYS
@@ -33,31 +32,6 @@ def steps_made(pool: StandInPool) -> int:
 
 def pool_of(slots: int, batch_size: int, **options: Any) -> StandInPool:
     return StandInPool([NumberedEnv(slot, lengths=(1, 9)) for slot in range(slots)], batch_size, **options)
-
-
-@few
-@given(drawn_settings, st.booleans(), st.integers(1, 3), st.booleans())
-def test_chunks_join_without_gap_or_repeat(drawn: Setting, is_doubled: bool, odds: int, is_joint: bool) -> None:
-    slots = 2 * drawn.slots
-    pool = pool_of(slots, drawn.slots, seed=drawn.seed, odds=odds)
-    options: Any = {"env_to_module_connector": lambda env: Doubled()} if is_doubled else {}
-    options |= {"forward": Forward(max_batch=slots)} if is_joint else {}
-    options["prefetch"] = drawn.prefetch
-    stops: dict[str, int] = {}
-    factor, module = 1 + is_doubled, NumberedModule()
-    for fragment in WAYS["loop"](rollout_of(drawn, pool, module=module, num_fragments=None, **options), 4, id):
-        assert fragment.num_rows <= 2 * drawn.fragment_length
-        for chunk in fragment.episodes():
-            before = min(drawn.lookback, chunk.t_started)
-            assert chunk.observations.lookback == before
-            assert stops.get(chunk.id_, 0) == chunk.t_started
-            stops[chunk.id_] = chunk.t
-            where = chunk.get_observations(slice(-before, len(chunk) + 1), neg_index_as_lookback=True)
-            steps = np.arange(chunk.t_started - before, chunk.t + 1)
-            episode = int(where[0, 1]) // factor
-            np.testing.assert_array_equal(where, factor * np.array([[chunk.slot, episode, step] for step in steps]))
-            infos = chunk.get_infos(slice(-before, len(chunk) + 1), neg_index_as_lookback=True)
-            assert [info["number"] for info in infos] == (10_000 * episode + steps).tolist()
 
 
 @pytest.mark.parametrize("way", WAYS)
