@@ -115,6 +115,7 @@ class DeviceColumns(LaneColumns):
                 raise ColumnError(more_than_one(name, tuple(leaf.shape), (slots,))).see("module")
         return self._empty(name, values, self._rows)
 
+    @torch.inference_mode(False)  # whose tensors could not be written to outside of it
     def like(self, old: Mapping[str, Column], *, are_written: bool) -> dict[str, Column]:
         """The columns of the next fragment, with the types of the last one's."""
         return {name: DeviceColumn(name, map_tree(torch.empty_like, column.tree)) for name, column in old.items()}
@@ -123,6 +124,7 @@ class DeviceColumns(LaneColumns):
         """A column for actions in a space that has no rows, to convert others by."""
         return self._empty(Columns.ACTIONS, row_of(space, self._layout.num_slots), 0)
 
+    @torch.inference_mode(False)
     def _empty(self, name: str, row: Tree, rows: int) -> DeviceColumn:
         def zeros(leaf: Any) -> torch.Tensor:
             dtype = leaf.dtype if torch.is_tensor(leaf) else torch.from_numpy(np.empty(0, leaf.dtype)).dtype

@@ -1,23 +1,23 @@
 """A node that steps environments of tensors, whose lanes stay on their device where all pieces can work there."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from gymnasium.vector import VectorEnv
 
-from rollflow.nodes.connectors.common.episode_columns import (
-    AddStatesFromEpisodesToBatch,
-    AddTimeDimToBatchAndZeroPad,
-)
+from rollflow.nodes.connectors.common.batches import array_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
 from rollflow.nodes.device.lane import DeviceLane
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.environments import ONE_AGENT, Environments
 from rollflow.nodes.env.lane_source import check_apart
+from rollflow.nodes.env.observation_check import ObservationCheck
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, EnvError, ModuleError, shown
+from rollflow.stream.data.tree import map_tree
 
 
 class TensorSteps(NamedTuple):
@@ -48,12 +48,6 @@ class DeviceEnvironments(Environments):
         """
         piece = next((piece for piece in pieces_within(*pipelines) if not piece.on_device), None)
         if piece is not None and not all(env.allow_host_copies for env in self.envs):
-            if isinstance(piece, AddTimeDimToBatchAndZeroPad | AddStatesFromEpisodesToBatch):
-                raise ModuleError(
-                    "the module has memory (use_lstm=True, or get_initial_state()), and modules with memory do not "
-                    "work on tensors yet; expected a module without, or TorchEnvs(env, allow_host_copies=True), with "
-                    f"which each step is copied from {self.device} to the host"
-                ).see("device")
             raise ConnectorError(
                 f"{piece.name} would have each step copied from {self.device} to the host, since it has no form for "
                 "tensors; expected a piece of rollflow that has one, or TorchEnvs(env, allow_host_copies=True)"
@@ -89,9 +83,20 @@ class DeviceEnvironments(Environments):
             if each.device != self.device:
                 raise EnvError(f"environments of lane {lane} are on {each.device}, expected {self.device} of lane 0")
         self._in_arrays = self._here
-        self._in_tensors = [TensorSteps(each.reset_tensors, each.step_tensors) for each in made]
+        self._in_tensors = [
+            TensorSteps(partial(self._reset, lane, each), each.step_tensors) for lane, each in enumerate(made)
+        ]
         return made  # type: ignore[no-any-return]
 
+    def _reset(self, lane: int, env: TorchEnvs, seeds: Sequence[int] | None) -> Any:
+        """Begin, and look at the first observations once: at those of no step, which would be waited for."""
+        observations, infos = env.reset_tensors(seeds)
+        if self.device.type != "meta":
+            check = ObservationCheck(env.single_observation_space, self.deviations, f"lane {lane}, ")
+            check.slots(map_tree(array_of, observations))
+        return observations, infos
+
+    @torch.inference_mode(False)  # whose tensors could not be written to outside of it
     def _lane(self, index: int, vector: VectorEnv[Any, Any, Any], first_slot: int) -> Any:
         if not self.is_there:
             return super()._lane(index, vector, first_slot)

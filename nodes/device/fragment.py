@@ -37,12 +37,14 @@ class DeviceFragment(Fragment):
         bootstrap_from    u8[H+T, N]    1 where the step truncated its episode, and the environment gave no last
                                         observation: the one before stands in for it; else 0
 
-    device      of the columns
-    last_rows   row of a step -> observations, a tree of tensors any[N, ...], the last ones where it ended an episode
-    versions    of the weights that each row's actions were computed with
-    chosen_by   type of the distributions that actions are chosen by; None: the module gives them itself
-    spaces      of the columns of actions
-    filters     name of a piece that observations have to be finite for; None: there is none
+    device             of the columns
+    last_rows          row of a step -> observations, a tree of tensors any[N, ...], the last ones where it ended an
+                       episode
+    versions           of the weights that each row's actions were computed with
+    chosen_by          type of the distributions that actions are chosen by; None: the module gives them itself
+    spaces             of the columns of actions
+    filters            name of a piece that observations have to be finite for; None: there is none
+    initial_state      of episodes that begin here, a tree of tensors any[...]; None: the module has none
     may_have_faults    whether a reward, or what an action follows from, may be no number; known with `outline`
 
     Positions of chunks are worked out on the host, of `outline`, which takes one copy of 5 bytes a transition. What is
@@ -68,6 +70,7 @@ class DeviceFragment(Fragment):
         self.chosen_by: Any = None
         self.spaces: Mapping[str, gym.Space[Any]] = {}
         self.filters: str | None = None
+        self.initial_state: Tree = None
         self.may_have_faults = False
 
     @cached_property
@@ -96,6 +99,11 @@ class DeviceFragment(Fragment):
         made.finals = [
             Final(each.rows, each.slots, map_tree(array_of, each.observations), each.infos) for each in self.finals
         ]
+        if self.initial_state is not None:
+            chunks, state = self.chunks, map_tree(array_of, self.initial_state)
+            begun = chunks.t_started == 0
+            places = zip(chunks.start[begun].tolist(), chunks.slot[begun].tolist(), strict=True)
+            made.starts = dict.fromkeys(places, state)
         made.observation_space, made.origin = self.observation_space, self.origin
         made.seal(self.num_rows)
         return made
@@ -275,9 +283,11 @@ class DeviceFragment(Fragment):
         return turned.view(dtype).view(rows.shape[0] * rows.shape[1], *shape)
 
     def initial_states(self, like: Tree) -> tuple[Tree, NDArray[np.bool_]]:
-        count = len(self.chunks.slot)
-        zeros = map_tree(lambda leaf: torch.zeros((count, *leaf.shape), dtype=_dtype(leaf), device=self.device), like)
-        return zeros, np.zeros(count, np.bool_)
+        count, own = len(self.chunks.slot), self.initial_state
+        known = (self.chunks.t_started == 0) & (own is not None)
+        if own is None:
+            own = map_tree(lambda leaf: torch.zeros(leaf.shape, dtype=_dtype(leaf), device=self.device), like)
+        return map_tree(lambda leaf: leaf.expand(count, *leaf.shape), own), known
 
     # What is given of arrays
 

@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from rollflow.nodes.connectors.common.batches import CHOSEN_BY
+from rollflow.nodes.connectors.common.batches import CHOSEN_BY, as_array
 from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns, write_tensors
 from rollflow.nodes.device.fragment import DeviceFragment
 from rollflow.stream.data.column import Column
@@ -79,6 +79,8 @@ class DeviceLane(Lane):
         self, index: int, layout: FragmentLayout, observation_space: gym.Space[Any], device: torch.device
     ) -> None:
         self.device, self._counted = device, layout.lookback  # the row up to which ends are counted
+        self._initial: Tree = None  # state of episodes that begin
+        self._copies: dict[Any, torch.Tensor] = {}  # of states in main memory
         self._stood_in = torch.zeros(layout.lookback, layout.num_slots, dtype=torch.uint8, device=device)
         super().__init__(index, layout, observation_space)
         self._chosen = self.columns.actions(layout.action_space)
@@ -86,6 +88,7 @@ class DeviceLane(Lane):
         self._spaces = {Columns.ACTIONS: layout.action_space}
 
     @property
+    @torch.inference_mode(False)
     def episode_start(self) -> Any:
         """i64[N]: row of the first observation of each slot's episode, worked out where it is asked for."""
         first, stop = self._counted, self.row - (self.ended is not None)
@@ -142,6 +145,27 @@ class DeviceLane(Lane):
         if self.policy_version != self._version_written or self.at_start:
             columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
         self.fragment.versions.append(self.policy_version)
+
+    def initial_state(self, given: Tree) -> Tree:
+        """The state, a tree of tensors any[...], of episodes that begin with the newest observations.
+
+        given    as the module has it now: it is taken once a fragment, with the observations that the next begins with
+        """
+        if self.is_full or self._initial is None:
+            copies, self._copies = self._copies, {}
+
+            def there(leaf: Any) -> torch.Tensor:
+                if torch.is_tensor(leaf) and leaf.device == self.device:
+                    return leaf.detach().clone()
+                array = as_array(leaf)
+                key = array.dtype.str, array.shape, array.tobytes()  # a copy to the device would be waited for
+                self._copies[key] = copies[key] if key in copies else torch.tensor(array, device=self.device)
+                return self._copies[key]
+
+            self._initial = map_tree(there, given)
+            if not self.is_full:
+                self.fragment.initial_state = self._initial
+        return self._initial
 
     def lose(self, reason: str, *, is_under_way: bool = True) -> int:
         """Raise RunError: environments on a device step in this process, and are not lost."""
@@ -222,6 +246,7 @@ class DeviceLane(Lane):
     def _hand_on(self, new: Fragment, stops: Any) -> None:
         self.fragment.observation_space = new.observation_space = self.observation_space
         self.fragment = new  # type: ignore[assignment]
+        self.fragment.initial_state = self._initial
 
 
 def _writable(actions: Tree) -> Tree:

@@ -55,7 +55,12 @@ def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
 
 
 def record_first_states(episodes: LaneEpisodes, states: Tree) -> None:
-    """Record the states, any[K, ...], with which episodes begin, of those that have just begun."""
+    """Record the states, any[K, ...], with which episodes begin, of those that have just begun.
+
+    A lane on a device knows them.
+    """
+    if episodes.lane.device is not None:
+        return
     begun = np.flatnonzero(episodes.just_begun())
     if len(begun):
         episodes.lane.record_states(episodes.slots[begun], states_at(states, begun))

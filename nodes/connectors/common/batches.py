@@ -368,8 +368,6 @@ _COLUMNAR = (LaneEpisodes, FragmentEpisodes)  # a tuple: faster than `|` at ever
 class ActingOrLearning(ColumnPiece):
     """Base of pieces that stand in env-to-module pipelines and, with `as_learner_connector`, in learner pipelines."""
 
-    on_device = False
-
     as_learner_connector: bool = False
 
 

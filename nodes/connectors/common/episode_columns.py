@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
@@ -36,8 +37,6 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
     A batch that has `obs` already stays as it is. In a rollout `obs` are the very rows that are recorded, read-only.
     """
 
-    on_device = True
-
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if Columns.OBS in batch:
             return batch
@@ -62,6 +61,8 @@ class AddLaneAndSlotToBatch(ActingOrLearning):
     A module that needs to know where a row comes from reads them from its batch; nothing is recorded. With several
     agents `slot` is the environment's number in the lane. Raises ConnectorError for an episode of no rollout.
     """
+
+    on_device = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
@@ -279,14 +280,21 @@ def _rows_of(what: str, items: Tree, steps: NDArray[np.int64], count: int) -> Tr
     padding = steps < 0
 
     def laid_out(leaf: Any) -> Any:
-        leaf = np.asarray(leaf)
+        leaf = leaf if torch.is_tensor(leaf) else np.asarray(leaf)
         if len(leaf) != count:
             raise ConnectorError(f"{what} has {len(leaf)} items, expected {count}: one for each step")
         rows = leaf[steps]
+        if torch.is_tensor(leaf):
+            return rows.masked_fill_(_mask(padding, rows), 0)
         rows[padding] = 0
         return rows
 
     return map_tree(laid_out, items)
+
+
+def _mask(mask: NDArray[np.bool_], like: torch.Tensor) -> torch.Tensor:
+    """A mask on a tensor's device, with as many axes."""
+    return torch.as_tensor(mask, device=like.device).view(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
 def _keyed_rows(column: str, data: dict[Any, list[Any]], episodes: Episodes, length: int) -> dict[Any, list[Any]]:
@@ -339,7 +347,11 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
     def __call__(self, *, rl_module: Any, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if not is_stateful(rl_module) or Columns.STATE_IN in batch:
             return batch
-        initial = map_tree(as_array, rl_module.get_initial_state())
+        initial, lane = rl_module.get_initial_state(), getattr(episodes, "lane", None)
+        if not self.as_learner_connector and lane is not None and lane.device is not None:
+            batch[Columns.STATE_IN] = _of_tensors(episodes, lane.initial_state(initial), rl_module)
+            return batch
+        initial = map_tree(as_array, initial)
         if self.as_learner_connector:
             self._add_for_training(batch, episodes, initial, max_seq_len_of(rl_module))
         elif isinstance(episodes, LaneEpisodes):
@@ -391,6 +403,19 @@ def _of_lane(episodes: LaneEpisodes, initial: Tree, rl_module: Any) -> Tree:
     return map_tree(merged, previous, initial)
 
 
+def _of_tensors(episodes: Any, initial: Tree, rl_module: Any) -> Tree:
+    """As `_of_lane`, of a lane on a device."""
+    begun, previous = episodes.just_begun(), episodes.values_before(Columns.STATE_OUT)
+    if previous is None and episodes.lane.vector_steps:
+        raise _without_state_out(rl_module)
+    if previous is None:
+        return map_tree(lambda leaf: leaf.expand(len(begun), *leaf.shape).clone(), initial)
+    _check_like(previous, initial, 1, rl_module)
+    return map_tree(
+        lambda state, first: torch.where(begun.view(-1, *[1] * first.ndim), first, state), previous, initial
+    )
+
+
 def _latest(episode: SingleAgentEpisode, initial: Tree, rl_module: Any) -> Tree:
     if not episode.rewards.total():
         return initial
@@ -438,10 +463,14 @@ def _states_of_fragments(episodes: FragmentEpisodes, initial: Tree, length: int)
 
     recorded, known = episodes.initial_states(initial)
 
-    def before(states: NDArray[Any], preceding: NDArray[Any], first: NDArray[Any], own: NDArray[Any]) -> NDArray[Any]:
-        state_in: NDArray[Any] = states[np.maximum(start - 1, 0)]
+    def before(states: Any, preceding: Any, first: Any, own: NDArray[Any]) -> Any:
+        state_in = states[np.maximum(start - 1, 0)]
+        if torch.is_tensor(states):
+            begins = torch.where(_mask(known, first), first, torch.as_tensor(own, device=first.device))
+            state_in[first_row] = torch.where(_mask(continued, first), preceding, begins)
+            return state_in
         axes = (-1, *[1] * own.ndim)
-        begins = np.where(known.reshape(axes), first, own[None])
+        begins = np.where(known.reshape(axes), first, own[None])  # type: ignore[assignment]
         state_in[first_row] = np.where(continued.reshape(axes), preceding, begins)
         return state_in
 

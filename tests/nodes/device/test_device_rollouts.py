@@ -246,6 +246,47 @@ def test_pieces_give_what_they_give_of_arrays_and_read_nothing(pieces: str, form
             )
 
 
+class Learnt(DefaultModule):
+    """Its initial state is a parameter."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first = torch.nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def get_initial_state(self) -> Any:
+        return {"h": self.first, "c": torch.ones(8)}
+
+
+@pytest.mark.parametrize("module", [DefaultModule, Learnt])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_module_with_memory_gives_what_it_gives_of_arrays_and_reads_nothing(form: str, module: Any) -> None:
+    def made(**more: Any) -> tuple[Any, list[Any], list[Any], list[str]]:
+        config = {"use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 3, "fcnet_hiddens": [8]}
+        env = FORMS[form](NumberedTensors(3), allow_host_copies=True)
+        torch.manual_seed(0)
+        own = {"module": module(env.single_observation_space, env.single_action_space, model_config=config)}
+        options: dict[str, Any] = {"learner_connector": gae, **own, **more}
+        with Rollout(env, fragment_length=7, num_fragments=3, seed=3, **options) as rollout:
+            iterator = rollout.fragments()
+            fragments = [next(iterator)]
+            with counting_reads() as reads:
+                fragments += iterator
+            batches = [rollout.learner_pipeline.of_fragments([each], rollout.module) for each in fragments]
+        for fragment in fragments:
+            fragment.host.columns.pop(Columns.BOOTSTRAP_FROM, None)
+        return fragments[0].device, [each.host for each in fragments], batches, reads
+
+    (device, ours, batches, reads), (no_device, others, expected, _) = made(), made(env_to_module_connector=of_arrays)
+    assert (device, no_device, reads) == (torch.device("cpu"), None, ["numpy"] * 2)
+    assert_alike(ours, others)
+    for mine, other in zip(batches, expected, strict=True):
+        assert mine.keys() == {*other, Columns.BOOTSTRAP_FROM}
+        for name, column in other.items():
+            map_tree(
+                lambda one, another: torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5), mine[name], column
+            )
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_whole_episodes_are_those_of_arrays(prefetch: int) -> None:
     def played(**more: Any) -> list[Any]:
@@ -285,6 +326,28 @@ def test_a_trainer_takes_fragments_of_tensors() -> None:
         assert_alike(theirs, [fragment.host for fragment in rollout.fragments()])
 
 
+@pytest.mark.parametrize("inside", ["made", "entered", "begun"])
+def test_a_rollout_goes_on_outside_of_the_inference_mode_that_it_was_made_in(inside: str) -> None:
+    mode = {name: torch.inference_mode(name == inside) for name in ("made", "entered", "begun")}
+    with mode["made"]:
+        rollout = Rollout(FORMS["plain"](NumberedTensors(3)), fragment_length=4, num_fragments=3)
+    with mode["entered"]:
+        rollout.__enter__()
+    iterator = rollout.batches()
+    with mode["begun"]:
+        next(iterator)
+    assert not any(batch["obs"].is_inference() for batch in list(iterator))
+
+
+def test_first_observations_that_are_none_in_their_space_are_told(caplog: Any) -> None:
+    env = TorchEnvs(NumberedTensors(3), observation_space=gym.spaces.Box(-1, 1, (3,), np.float16), action_space=ACTIONS)
+    with Rollout(env, fragment_length=4, num_fragments=1, seed=0) as rollout:
+        list(rollout.fragments())
+    texts = [record.getMessage() for record in caplog.records]
+    for text in ("observation is float32", "is 6.0, expected -1.0 to 1.0"):
+        assert any(told.startswith("lane 0, slot 0, the first reset") and text in told for told in texts), texts
+
+
 PIECE = {"env_to_module_connector": of_arrays}
 
 
@@ -296,11 +359,6 @@ PIECE = {"env_to_module_connector": of_arrays}
             lambda env: Rollout(env, module=DefaultModule(OBSERVATIONS, ACTIONS).to("meta")),
             ModuleError,
             r"the module is on meta, but the environments are on cpu; expected module.to\('cpu'\)",
-        ),
-        (
-            lambda env: Rollout(env, model_config={"use_lstm": True}),
-            ModuleError,
-            r"the module has memory .*, and modules with memory do not work on tensors yet; .*allow_host_copies=True\)",
         ),
         (lambda env: Rollout(env, where="threads"), EnvError, "where is 'threads', but a TorchEnvs steps in the"),
         (lambda env: Rollout(env, where="auto"), EnvError, "where is 'auto', but a TorchEnvs"),
