@@ -34,7 +34,7 @@ BUDGETS = {  # folder -> code lines, classes
         1013,
         11,
     ),  # environments of tensors, and their checks; columns and faults on a device; memory; JAX; VMAS; fewer operations
-    "nodes/env": (2029, 26),  # TorchEnvs refused in wrappers; agents; checked pools at a glance; gates of nodes/stages
+    "nodes/env": (2036, 26),  # TorchEnvs and JaxEnvs named; agents; checked pools at a glance; gates of nodes/stages
     "nodes/env/remote": (1573, 17),  # hosts of another version refused
     "nodes/env/workers": (1764, 30),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
     "nodes/external": (238, 3),  # an address checked before the thread starts

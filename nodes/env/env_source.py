@@ -244,10 +244,19 @@ def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[
     ]
 
 
+_MARKS = {  # how environments are stepped instead -> pairs of attributes that tell them
+    "of tensors: write TorchEnvs(env)": (("num_actions", "get_observations"), ("n_agents", "reset_at")),
+    "in JAX: write JaxEnvs(env, num_envs=…)": (("default_params", "step"), ("action_size", "step"), ("init", "step")),
+}
+
+
 def _in_tensors(*envs: Any) -> str:
-    """The end of an error about environments: what to write where one is rsl_rl's."""
-    of_rsl_rl = [each for each in envs if hasattr(each, "num_actions") and hasattr(each, "get_observations")]
-    return "; this is an environment of tensors, as rsl_rl has them: write TorchEnvs(env)" if of_rsl_rl else ""
+    """The end of an error about environments: what to write where one is of tensors, or in JAX."""
+    for each in envs:
+        for instead, marks in _MARKS.items():
+            if any(hasattr(each, one) and hasattr(each, other) for one, other in marks):
+                return f"; this is an environment {instead}"
+    return ""
 
 
 def with_kwargs(env: Any, env_kwargs: Mapping[str, Any] | None) -> Any:

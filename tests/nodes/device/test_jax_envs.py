@@ -92,6 +92,13 @@ def test_moves_that_are_not_legal_are_masked() -> None:
     assert not mask.all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rollout_names_jax_envs_for_environments_in_jax(form: str) -> None:
+    for env in (FORMS[form](), (FORMS[form](), 6), FORMS[form]):
+        with pytest.raises(EnvError, match=r"in JAX: write JaxEnvs\(env, num_envs=…\)"):
+            Rollout(env)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -397,6 +397,7 @@ class WithMode(ManiSkillEnv):
         lambda: RslRlEnv(NumberedTensors(2)),
         lambda: [RslRlEnv(NumberedTensors(2))],
         lambda: lambda: RslRlEnv(NumberedTensors(2)),
+        lambda: VmasEnv(NumberedTensors(2)),
         lambda: ManiSkillEnv(NumberedTensors(2)),
         lambda: WithMode(NumberedTensors(2, "meta")),
         lambda: WithMode(NumberedTensors(2)),
