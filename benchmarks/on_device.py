@@ -2,11 +2,19 @@
 
 On a GPU if there is one. rsl_rl and gymnax are left out, and named, where they are not installed.
 
+With `--check` nothing is measured: vector steps are held to wait for nothing, and fragments against those of arrays, in
+less than two minutes. On the CPU, where nothing waits, reads are counted.
+
     python -m benchmarks.on_device [--quick]
+    python -m benchmarks.on_device --check [--device cpu]
 """
 
+import argparse
 import importlib.util
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,11 +22,17 @@ import torch
 from gymnasium import spaces
 
 from benchmarks.command import run
+from benchmarks.host_reads import counting_reads
 from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp, sampled
 from benchmarks.sources import SmallMlp, gaussian
 from examples.on_device import DEVICE, TorchCartPole
 from rollflow import JaxEnvs, Rollout, TorchEnvs
+from rollflow.nodes import LambdaConnector
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.device.environments import DeviceEnvironments
+from rollflow.nodes.stages.acting import acting_for
+from rollflow.stream.data.tree import leaves_of
 
 FRAGMENT_LENGTH = 32
 SLOTS = 4096, 16384
@@ -164,5 +178,89 @@ def _measured(
         return paired(name, slots, lambda: len(next(batches)["obs"]), beside.fragment, aim=aim, sizes=sizes)
 
 
+def check(device: str, slots: int = 64, rows: int = 32) -> bool:
+    """Print what holds on a device, and what does not; True if all of it does."""
+    fine = True
+    for name, make in {"CartPole of tensors": TorchCartPole, "CartPole as rsl_rl has it": RslCartPole}.items():
+        for use_lstm in (False, True):
+            config = {"use_lstm": use_lstm, "lstm_cell_size": 16, "fcnet_hiddens": [32]}
+            in_steps, afterwards = _waits_of(make(slots, device), config, rows)
+            values, others = _differences(make, device, config, slots, rows)
+            fine = fine and not in_steps and not others
+            print(
+                f"{name}{', LSTM' if use_lstm else ''}: {in_steps} waits in {rows} vector steps (expected 0), "
+                f"{afterwards} at the cut and in its batch; {others} of {values} values differ from those of arrays"
+            )
+    print(f"{device}: {'all holds' if fine else 'FAILED'}")
+    return fine
+
+
+@contextmanager
+def _waits(device: str) -> Iterator[list[Any]]:
+    """What has waited for a device."""
+    if not device.startswith("cuda"):
+        with counting_reads() as reads:
+            yield reads
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield told
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _waits_of(env: Any, config: Any, rows: int) -> tuple[int, int]:
+    """Waits in the vector steps of a fragment, and those at its cut and in its batch."""
+    environments = DeviceEnvironments(TorchEnvs(env), fragment_length=3 * rows)
+    spaces = environments.observation_space, environments.action_space
+    connectors = dict.fromkeys(("env_to_module_connector", "module_to_env_connector"))
+    device = environments.device
+    acting = acting_for(env, spaces, module=None, model_config=config, seed=0, device=device, **connectors)
+    acting.make_lanes(environments, 1, 0)
+    prepare, forward, act = acting.stages(environments, {"explore": True, "threads": None}, None)
+    learner = LearnerConnectorPipeline.default(*spaces, stateful=config["use_lstm"], device=device)
+    (lane,) = environments.start()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            environments(act(forward(prepare(lane).batches)))
+
+    steps(rows)
+    with _waits(str(device)) as in_steps:
+        steps(rows)
+    with _waits(str(device)) as afterwards:
+        learner.of_fragments([prepare.cut(lane)], acting.copy)
+    return len(in_steps), len(afterwards)
+
+
+def _differences(make: Any, device: str, config: Any, slots: int, rows: int) -> tuple[int, int]:
+    """How many values the fragments of a rollout on a device have, and how many differ from those of arrays."""
+
+    def made(**more: Any) -> list[Any]:
+        options: dict[str, Any] = {"model_config": config, "explore": False, "seed": 0, **more}
+        env = TorchEnvs(make(slots, device), allow_host_copies=True)
+        with Rollout(env, fragment_length=rows, num_fragments=3, **options) as rollout:
+            return [fragment.host for fragment in rollout.fragments()]
+
+    def of_arrays(env: Any) -> Any:
+        return LambdaConnector(lambda batch: None, columnar=True, changes_episodes=False)
+
+    values = differ = 0
+    for ours, others in zip(made(), made(env_to_module_connector=of_arrays), strict=True):
+        for name in others.columns:
+            for one, other in zip(leaves_of(ours.column(name)), leaves_of(others.column(name)), strict=True):
+                values += one.size
+                differ += int((~np.isclose(one, other, rtol=1e-4, atol=1e-4)).sum())
+    return values, differ
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--device", default=DEVICE)
+    options, _ = parser.parse_known_args()
+    if options.check:
+        sys.exit(not check(options.device))
     run(measure)

@@ -166,3 +166,7 @@ def test_a_failing_program_ends_no_others(capsys: pytest.CaptureFixture[str], mo
     assert json.loads(told.out.splitlines()[0]) == LINES[0]
     assert "no figures" in told.err
     assert "overhead took" in told.err
+
+
+def test_rollouts_on_a_device_wait_for_nothing_and_give_what_those_of_arrays_do() -> None:
+    assert on_device.check("cpu", slots=4, rows=4)

@@ -6,8 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
-from host_reads import counting_reads
 
+from benchmarks.host_reads import counting_reads
 from rollflow import ConnectorV2, SingleAgentEpisode
 from rollflow.nodes.connectors.common.batches import DEVICE
 from rollflow.stream.data.tree import leaves_of, map_tree

@@ -12,11 +12,11 @@ import torch
 from feeding_rollouts import fed, trainer
 from fragment_equality import assert_alike
 from gymnasium.vector import SyncVectorEnv
-from host_reads import counting_reads
 from hypothesis import settings
 from property_examples import examples
 from tensor_envs import ACTIONS, FORMS, OBSERVATIONS, NumberedTensors, drawn_rollouts, of_arrays
 
+from benchmarks.host_reads import counting_reads
 from rollflow import (
     Columns,
     DatasetSink,

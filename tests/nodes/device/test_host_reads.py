@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_reads import counting_reads
+
+from benchmarks.host_reads import counting_reads
 
 ONE, ROW, MASK = torch.tensor(2.0), torch.arange(4.0), torch.tensor([True, False, True, False])
 READS: dict[str, Callable[[], Any]] = {

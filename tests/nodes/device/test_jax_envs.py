@@ -9,11 +9,11 @@ import pytest
 import torch
 from extras import needs
 from fragment_equality import assert_alike
-from host_reads import counting_reads
 from hypothesis import given, settings, strategies
 from jax_forms import Brax, Gymnax, Gymnax1, LoopSlot, Pgx, Wrapped
 from property_examples import examples
 
+from benchmarks.host_reads import counting_reads
 from rollflow import Columns, JaxEnvs, Rollout
 from rollflow.nodes.env.stepping import seeds_for
 from rollflow.stream import EnvError

@@ -15,7 +15,6 @@ from extras import needs
 from fragment_equality import assert_alike
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from host_reads import counting_reads
 from hypothesis import settings
 from property_examples import examples
 from tensor_envs import (
@@ -32,6 +31,7 @@ from tensor_envs import (
     of_arrays,
 )
 
+from benchmarks.host_reads import counting_reads
 from rollflow import Columns, GeneralAdvantageEstimation, Rollout
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.stepping import seeds_for
