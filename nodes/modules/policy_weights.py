@@ -187,8 +187,11 @@ def to_arrays(weights: Mapping[str, Any], *, copies: bool = True) -> Arrays:
     return arrays
 
 
-def from_arrays(arrays: Arrays) -> dict[str, Any]:
-    """The `state_dict()` of arrays: tensors on the CPU, over the arrays' memory. Raises ModuleError for a bad dtype."""
+def from_arrays(arrays: Any) -> dict[str, Any]:
+    """The `state_dict()` of `Arrays`, or of a message that has them: tensors on the CPU, over the arrays' memory.
+
+    Raises ModuleError for a bad dtype.
+    """
     weights: dict[str, Any] = dict(arrays.others)
     for name, array in arrays.tensors.items():
         dtype_name = arrays.dtypes.get(name)

@@ -18,7 +18,7 @@ from rollflow.nodes.env.remote.env_host import made_lanes, sent_description_of
 from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
-from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
+from rollflow.nodes.modules.policy_weights import from_arrays
 from rollflow.nodes.offloaded.fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings
@@ -380,8 +380,7 @@ class RolloutHost(Host):
             case States():
                 self._told.states = news.states
             case Weights():
-                weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
-                self._told.publish(news.version, weights, news.module)
+                self._told.publish(news.version, from_arrays(news), news.module)
             case Cut():
                 self._lanes[self._ids.index(news.lane)].cut(news.number)
 

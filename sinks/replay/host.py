@@ -242,8 +242,7 @@ class SampleServer:
         elif name == "update_priorities":
             self._update_priorities(query.columns["ids"], query.columns["values"], module_id)
         elif name == "publish":
-            dtypes, others = query.rest.get("dtypes", {}), query.rest.get("others", {})
-            weights = from_arrays(Arrays(dict(query.columns), dict(dtypes), dict(others)))
+            weights = from_arrays(Arrays(dict(query.columns), query.rest["dtypes"], query.rest["others"]))
             values = {"version": self._stream.publish(weights)}
         else:
             values = asdict(self._replay.report(module_id))

@@ -253,12 +253,3 @@ class FragmentBorrower:
 def _give_back(life: Descriptor, freed: deque[int], number: int) -> None:
     """Note that an array over a block has gone. Whoever is to call this holds the connection's life open."""
     freed.append(number)
-
-
-def fragment_in(message: Fragment, borrower: FragmentBorrower | None) -> Fragment:
-    """A fragment with its arrays. Raises WireError if they lie in no block, or the connection lends none."""
-    if borrower is not None:
-        return borrower.fragment(message)
-    if "lent" in message.rest:
-        raise WireError("memory lent through a socket that no memory is shared by, expected none", "order")
-    return message

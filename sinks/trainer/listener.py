@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
-from rollflow.sinks.trainer.lending import FragmentBorrower, fragment_in
+from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -241,7 +241,7 @@ class TrainerListener:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.leave()
             case wire.Fragment():
-                arrived = source.read(fragment_in(event, peer.borrower))
+                arrived = source.read(event if peer.borrower is None else peer.borrower.fragment(event))
                 self.weights.raise_to(arrived.policy_version or 0)
                 self.arrived.append(arrived)
                 self.trace.arrives(arrived, now)

@@ -412,7 +412,7 @@ class TrainerSink:
             bell.silence()
             if self._uplink.error is not None:
                 raise self._uplink.error
-            gate.order = self._uplink.wanted or gate.order
+            gate.order = self._uplink.wanted
             gate.done, gate.version, gate.problem = self._session.done, self._version, self._uplink.problem
             self._send_lane_news()
             gate.look_again()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.modules.policy_weights import Arrays, from_arrays
+from rollflow.nodes.modules.policy_weights import from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
 from rollflow.stream import wire
@@ -217,7 +217,7 @@ class TrainerUplink:
                 if self._lender is not None:
                     assert isinstance(peer.transport, DescriptorTransport)
                     self._lender.begin(peer.connection, peer.transport)
-                self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
+                self.problem, self.goodbye, self._is_welcomed = "", None, True
             case wire.Settings():
                 self.wanted = StreamOrder.of(event.settings)
                 self.session.window, self.session.needs = self.wanted.window, self.wanted.needs
@@ -255,8 +255,7 @@ class TrainerUplink:
         peer.dialled.problem = problem
 
     def _take_weights(self, message: wire.Weights) -> None:
-        arrays = Arrays(dict(message.tensors), dict(message.dtypes), dict(message.others))
-        if self._publish(message.version, from_arrays(arrays)):
+        if self._publish(message.version, from_arrays(message)):
             self.newest = message.version, message.id
         elif self.newest != (message.version, message.id):  # else they have come before
             logger.warning(

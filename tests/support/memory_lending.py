@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from wire_messages import TOKEN, hello
 
-from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender, fragment_in
+from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -81,7 +81,7 @@ class Pair:
         fragments = []
         for event in self.to_trainer():
             assert isinstance(event, Fragment), event
-            fragments.append(fragment_in(event, self.borrower))
+            fragments.append(event if self.borrower is None else self.borrower.fragment(event))
         return fragments
 
     def give_back(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import pytest
 from memory_lending import Pair, file_of, files_mapped, numbers
 from wire_messages import TOKEN, lent
 
-from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender, fragment_in
+from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender
 from rollflow.stream.data.blocks import BlockPool, SharedBlock
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net.descriptor_transport import Descriptor
@@ -360,11 +360,6 @@ def test_columns_that_are_none_are_refused(pair: Callable[..., Pair], packed: by
     assert isinstance(borrower, FragmentBorrower)
     with pytest.raises(WireError, match=told):
         borrower.fragment(lent_in(packed))
-
-
-def test_what_is_lent_where_no_memory_is_shared_is_refused() -> None:
-    with pytest.raises(WireError, match="lent through a socket that no memory is shared by, expected none"):
-        fragment_in(lent_in(), None)
 
 
 def test_flags_are_looked_at(ends: Pair, lane: Lane) -> None:
