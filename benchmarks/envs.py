@@ -1,6 +1,7 @@
 """The environments that are measured with."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -51,6 +52,37 @@ class SleepEnv(gym.Env[Any, Any]):
         time.sleep(self.np_random.lognormal(np.log(self.MEAN_S) - self.SIGMA**2 / 2, self.SIGMA))
         self._left -= 1
         return self.np_random.random(4, dtype=np.float32), 1.0, self._left <= 0, False, {}
+
+
+class SleepPool(VectorEnv[Any, Any, Any]):
+    """A pool in EnvPool's asynchronous form, whose steps take times as those of `SleepEnv`; no episode ever ends.
+
+    means    seconds that the steps of each environment take, in the mean
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+    single_observation_space, single_action_space = SleepEnv.observation_space, SleepEnv.action_space
+
+    def __init__(self, means: Sequence[float], batch_size: int) -> None:
+        self.num_envs, self._random = len(means), np.random.default_rng(0)
+        self.config = {"num_envs": len(means), "batch_size": batch_size}
+        self._size, self._logs = batch_size, np.log(means) - SleepEnv.SIGMA**2 / 2
+        self._due = np.zeros(len(means))  # when each answer is ready; infinite: none is under way
+
+    def async_reset(self) -> None:
+        """Have all answers be ready."""
+
+    def send(self, actions: Any, ids: Any) -> None:
+        """Begin steps."""
+        self._due[ids] = time.perf_counter() + self._random.lognormal(self._logs[ids], SleepEnv.SIGMA)
+
+    def recv(self) -> tuple[Any, ...]:
+        """Wait for the first answers."""
+        ids = np.argpartition(self._due, self._size - 1)[: self._size]
+        time.sleep(max(0.0, self._due[ids].max() - time.perf_counter()))
+        self._due[ids] = np.inf
+        seen = self._random.random((self._size, 4), dtype=np.float32)
+        return seen, np.ones(self._size), *np.zeros((2, self._size), np.bool_), {"env_id": ids}
 
 
 class NoopEnv(VectorEnv[Any, Any, Any]):

@@ -1,5 +1,8 @@
 """Steps that take lognormal time, 5 ms in the mean: beside what is possible where nobody waits for anybody.
 
+A line of its own has a pool of 64 that answers for 16 at a time, with one environment that is 100 times as slow: the
+steps of the others, beside those of the same where none is slow.
+
 In the same run stands what somebody would write by hand: a thread for each environment, and one for the forward passes.
 Lines of their own have its steps beside what is possible, ours beside its, the processor seconds of a million steps
 beside its, and the memory of all processes together; where less is better, `ratio` is what is allowed over what was
@@ -19,11 +22,11 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.command import run
-from benchmarks.envs import SleepEnv
-from benchmarks.pairs import Record, Sizes, record, steps_per_s, within
+from benchmarks.envs import SleepEnv, SleepPool
+from benchmarks.pairs import Record, Sizes, in_turns, record, steps_per_s, within
 from benchmarks.policies import Mlp
 from benchmarks.threads import Threads, running
-from rollflow import Forward, Rollout
+from rollflow import Forward, Fragment, Rollout
 
 SLOTS, FRAGMENT_LENGTH = 16, 32
 ALLOWED_MB = 400  # of all processes
@@ -42,7 +45,7 @@ class Measured(NamedTuple):
 
 
 def measure(sizes: Sizes, places: tuple[str, ...] = ("threads", "processes")) -> list[Record]:
-    """A line for threads by hand, four for threads, and four for processes."""
+    """A line for a pool with a slow environment, one for threads by hand, and four for threads and processes each."""
     seconds = max(1.0, sizes.seconds)
     ways: dict[str, Any] = {BY_HAND: _by_hand} | {where: partial(_ours, where) for where in places}
     found: dict[str, list[Measured]] = {way: [] for way in ways}
@@ -51,7 +54,7 @@ def measure(sizes: Sizes, places: tuple[str, ...] = ("threads", "processes")) ->
             with ways[way]() as take:
                 found[way].append(_measured(take, seconds))
     hand = found.pop(BY_HAND)
-    lines = [_beside_possible(BY_HAND, BY_HAND, hand, aim=None)]
+    lines = [_slow_one(sizes), _beside_possible(BY_HAND, BY_HAND, hand, aim=None)]
     for where, mine in found.items():
         lines += [_beside_possible("steps of lognormal time", where, mine, aim=0.95), *_beside_hand(where, mine, hand)]
     return lines
@@ -94,6 +97,24 @@ def _ours(where: Any) -> Iterator[Take]:
 def _by_hand() -> Iterator[Take]:
     with running(Threads(SleepEnv, Mlp(), SLOTS, FRAGMENT_LENGTH)) as threads:
         yield threads.take
+
+
+def _slow_one(sizes: Sizes) -> Record:
+    slow, even = (partial(_of_others, factor, max(1.0, sizes.seconds)) for factor in (100, 1))
+    return record("one slow environment of 64", 64, in_turns(slow, even, sizes.rounds), aim=0.98)
+
+
+def _of_others(factor: float, seconds: float) -> float:
+    """Steps per second of 63 environments beside one whose steps take `factor` times as long."""
+    pool = SleepPool([SleepEnv.MEAN_S * factor] + [SleepEnv.MEAN_S] * 63, 16)
+    with Rollout(pool, module=Mlp(), fragment_length=FRAGMENT_LENGTH, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        return steps_per_s(lambda: _of_all_but_first(next(fragments)), seconds)
+
+
+def _of_all_but_first(fragment: Fragment) -> int:
+    return int((fragment.stops - fragment.first_row)[1:].sum())
 
 
 def _measured(take: Take, seconds: float) -> Measured:
