@@ -80,7 +80,6 @@ def memory_mb() -> float:
 def _ours(where: Any) -> Iterator[Take]:
     options: Any = {
         "num_envs": SLOTS,
-        "lanes": SLOTS,
         "forward": Forward(max_batch=SLOTS, flat=True),
         "where": where,
         "prefetch": 1,

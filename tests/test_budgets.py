@@ -34,9 +34,15 @@ BUDGETS = {  # folder -> code lines, classes
         1013,
         11,
     ),  # environments of tensors, and their checks; columns and faults on a device; memory; JAX; VMAS; fewer operations
-    "nodes/env": (2036, 26),  # TorchEnvs and JaxEnvs named; agents; checked pools at a glance; gates of nodes/stages
+    "nodes/env": (
+        2106,
+        27,
+    ),  # TorchEnvs and JaxEnvs named; agents; checked pools at a glance; gates; one slot stepped by itself
     "nodes/env/remote": (1573, 17),  # hosts of another version refused
-    "nodes/env/workers": (1764, 30),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes
+    "nodes/env/workers": (
+        2311,
+        36,
+    ),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes; slots that step apart
     "nodes/external": (238, 3),  # an address checked before the thread starts
     "nodes/launch": (380, 9),
     "nodes/logs": (726, 13),
@@ -47,7 +53,7 @@ BUDGETS = {  # folder -> code lines, classes
     ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
     "nodes/offloaded": (1613, 25),
     "nodes/policies": (2468, 14),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1594, 21),  # columns on a device; words of other engines
+    "nodes/rollout": (1601, 21),  # columns on a device; words of other engines; slots apart
     "nodes/stages": (1979, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),
@@ -60,7 +66,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1679, 13),
-    "stream/fragments": (1502, 19),  # ready slots: cut in steps, lost, joined ends; losses of agents; on a device
+    "stream/fragments": (1503, 19),  # ready slots: cut in steps, lost, joined ends; losses of agents; on a device
     "stream/graph": (2616, 40),  # tasks that read several outputs; bound calls of nodes
     "stream/multi_agent": (1449, 19),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (937, 13),  # ends of connections and sockets that listen, from nodes/env/remote

@@ -33,9 +33,9 @@ class SlotAnswers(NamedTuple):
     truncateds: NDArray[np.bool_]  # bool[K]
     infos: Mapping[str, Any]  # gymnasium's vector form, over the K slots
     slots: NDArray[np.int64]  # i64[K]
-    final: tuple[Tree, Mapping[str, Any]] | None = (
-        None  # last observations any[E, ...] and infos, with first ones above
-    )
+    # Last observations any[E, ...] of those that ended, and infos over the K slots, where `observations` has the next
+    # episodes' first.
+    final: tuple[Tree, Mapping[str, Any]] | None = None
 
 
 class AsyncPool:
@@ -80,12 +80,8 @@ class AsyncPool:
         self._pool.async_reset()
         self._awaited, self._answers = set(range(self.num_envs)), -self.num_envs
         answers = [self.receive() for _ in range(self.num_envs // self._size)]
-        _, observations = joined_answers([(each.slots, each.observations) for each in answers], self.num_envs)
-        infos = SlotInfos(count=self.num_envs)
+        observations, infos = joined_resets(answers, self.num_envs)
         self._check.slots(observations)
-        for each in answers:
-            for place, slot in enumerate(each.slots.tolist() if each.infos else ()):
-                infos.of_slots[slot] = copied(info_of(each.infos, place))
         return observations, infos
 
     def step(self, actions: tuple[NDArray[np.int64], Tree]) -> SlotAnswers:
@@ -144,6 +140,16 @@ class AsyncPool:
             f"{self._where}recv gave as info['env_id'] {shown(slots.tolist())}, expected {self._size} different ones, "
             f"of the environments that have not answered since their last action: {shown(sorted(self._awaited))}"
         ).see("environment")
+
+
+def joined_resets(answers: Sequence[SlotAnswers], num_envs: int) -> tuple[Tree, SlotInfos]:
+    """The first observations any[N, ...] of all environments, and infos, of the answers to their resets."""
+    _, observations = joined_answers([(each.slots, each.observations) for each in answers], num_envs)
+    infos = SlotInfos(count=num_envs)
+    for each in answers:
+        for place, slot in enumerate(each.slots.tolist() if each.infos else ()):
+            infos.of_slots[slot] = copied(info_of(each.infos, place))
+    return observations, infos
 
 
 def is_asynchronous(env: Any) -> bool:

@@ -338,6 +338,12 @@ def _versioned(module: str, name: str) -> str:
     return f"; expected a version, such as '{f'{module}:' if module else ''}{get_env_id(namespace, name, newest)}'"
 
 
+def side_by_side(env: Any) -> Any:
+    """The source of environments, without the vectorized form that an id may have."""
+    spec = _spec_of(env) if isinstance(env, str) else env
+    return replace(spec, vector_entry_point=None) if isinstance(spec, EnvSpec) else env
+
+
 def _made_of(spec: EnvSpec) -> gym.Env[Any, Any]:
     with refusing(f"environment '{spec.id}' can't be made:"):
         return gym.make(spec)

@@ -33,7 +33,7 @@ from rollflow.stream.data.closing import close_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
 from rollflow.stream.data.space import is_columnar, item_of
-from rollflow.stream.data.tree import Tree, leaves_of, library_of, map_tree, stack_in, structure_of
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, library_of, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import env_seed_for
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Stepped(NamedTuple):
 
 Turn = Callable[[], None]
 Look = Callable[[int, tuple[Any, ...], str], None]  # (slot, answer of its `step` or `reset`, which of them)
+Named = Callable[[int], str]  # names the slot at a place
 Step = Callable[[Tree], Stepped]  # see `LaneVectorEnv.step`
 
 
@@ -132,6 +133,23 @@ class LaneVectorEnv:
         self._steps_made += 1
         return stepped
 
+    def slots(self, turns: Sequence[Turn], first: int = 0) -> list["OneSlot"]:
+        """Its environments, to be stepped each on its own. Raises EnvError for any but plain ones side by side.
+
+        first    number of the first one
+        turns    one for each, called when a reset within a step begins, and when it has ended
+        """
+        if not self._is_one_by_one:
+            raise EnvError(
+                f"{self.env} is a vector environment, whose slots step together; expected a callable that makes a "
+                "plain one, or lanes=…, a vector environment each"
+            ).see("environment")
+        envs, last_of = cast("SyncVectorEnv", self.env).envs, ObservationRows(self.env.single_observation_space)
+        return [
+            OneSlot(env, slot, self._mode, self._check.answer, last_of, turn)
+            for slot, (env, turn) in enumerate(zip(envs, turns, strict=True), first)
+        ]
+
     def close(self) -> None:
         """Close the environments."""
         self.env.close()
@@ -146,6 +164,52 @@ class LaneVectorEnv:
                 f"{self.env}: reset gave tensors on {away.device}, expected arrays; for an environment of tensors "
                 "write TorchEnvs(env)"
             ).see("environment")
+
+
+SlotAnswer = tuple[Any, Any]
+"""What `step` of one environment gave; and of an episode that it ended the last observation any[1, ...] and the info,
+where those that it gave are of the next one's reset."""
+
+
+class OneSlot:
+    """One of several environments, each of which is reset and stepped on its own, in whichever thread.
+
+    look       is given the first answers
+    last_of    makes rows of last observations
+    turn       is called when a reset within a step begins, and when it has ended
+    """
+
+    def __init__(
+        self, env: gym.Env[Any, Any], slot: int, mode: AutoresetMode, look: Look, last_of: ObservationRows, turn: Turn
+    ) -> None:
+        self.slot, self._resets_next, self._last_of, self._turn = slot, mode is AutoresetMode.NEXT_STEP, last_of, turn
+        self._look, self._steps, self._resets = look, {slot: env.step}, {slot: env.reset}
+
+    def reset(self, seed: int) -> SlotAnswer:
+        """Reset it, with a seed: what a step would have given."""
+        slot, resets = self.slot, self._resets
+        answer = _reset_slot(partial(resets[slot], seed=seed, options=None), slot, nothing)
+        self._look(slot, answer, "the first reset")
+        _look_once(self._steps, slot, self._look, "its first step", len(STEP_GIVES))
+        _look_once(resets, slot, self._look, "a reset", 2)
+        return (answer[0], 0.0, False, False, answer[1]), None
+
+    def step(self, action: Tree) -> SlotAnswer:
+        """Step it with an action, any[...]. What is no such answer as it should be is given on as it is."""
+        slot = self.slot
+        answer = self._steps[slot](action)
+        try:
+            _, _, terminated, truncated, info = answer
+            if not (terminated or truncated):
+                return answer, None
+        except (TypeError, ValueError):
+            return answer, None
+        if self._resets_next:
+            _reset_in_next_step(self._steps, self._resets, slot, self._turn)
+            return answer, None
+        final = self._last_of([answer[0]], lambda _: f"slot {slot}"), dict(info or {})
+        observation, info = _reset_slot(self._resets[slot], slot, self._turn)
+        return (observation, answer[1], terminated, truncated, info), final
 
 
 def seeds_for(seed: int, first_slot: int, num_envs: int) -> list[int]:
@@ -253,12 +317,42 @@ def _one_after_the_other(env: SyncVectorEnv, mode: AutoresetMode, turn: Turn, lo
     return step
 
 
-def _vector_infos(infos: Sequence[Any]) -> Mapping[str, Any]:
+def joiner_of_slots(space: gym.Space[Any]) -> Callable[[Sequence[int], Sequence[SlotAnswer]], Stepped]:
+    """A function that joins answers of some slots, with observations in a space: of the slots, and what they gave.
+
+    It raises EnvError, with the slot, for what is no answer.
+    """
+    structure = _structure_in(space)
+
+    def joined(slots: Sequence[int], answers: Sequence[SlotAnswer]) -> Stepped:
+        given, finals = zip(*answers, strict=True)
+
+        def whose(place: int) -> str:
+            return f"slot {slots[place]}"
+
+        observations, rewards, terminateds, truncateds, infos = columns_of(given, whose)
+        final = None
+        if any(finals):
+            last = concatenate_trees([each[0] for each in finals if each is not None])
+            final = last, SlotInfos([{} if each is None else each[1] for each in finals])
+        return Stepped(
+            _stacked(observations, space, structure, whose),
+            rewards_of(rewards, whose),
+            terminateds,
+            truncateds,
+            _vector_infos(infos, whose),
+            final,
+        )
+
+    return joined
+
+
+def _vector_infos(infos: Sequence[Any], named: Named = "slot {}".format) -> Mapping[str, Any]:
     """Infos of every slot, each as its environment gave it; {} where all are empty. Raises EnvError for no dict."""
     try:
         return SlotInfos(infos) if any(infos) else {}
     except (TypeError, ValueError):
-        return SlotInfos([info_given(info, f"slot {slot}") for slot, info in enumerate(infos)])
+        return SlotInfos([info_given(info, named(slot)) for slot, info in enumerate(infos)])
 
 
 def _reset_slot(reset: Callable[[], Any], slot: int, turn: Turn) -> tuple[Any, ...]:
@@ -277,7 +371,7 @@ def _reset_slot(reset: Callable[[], Any], slot: int, turn: Turn) -> tuple[Any, .
     return tuple(answer)
 
 
-def _reset_in_next_step(steps: list[Any], resets: list[Any], slot: int, turn: Turn) -> None:
+def _reset_in_next_step(steps: Any, resets: Any, slot: int, turn: Turn) -> None:
     """Have the next of the calls `steps` of a slot reset it."""
     call = steps[slot]
 
@@ -289,7 +383,7 @@ def _reset_in_next_step(steps: list[Any], resets: list[Any], slot: int, turn: Tu
     steps[slot] = begin
 
 
-def _look_once(calls: list[Any], slot: int, look: Look, name: str, size: int) -> None:
+def _look_once(calls: Any, slot: int, look: Look, name: str, size: int) -> None:
     """Have the first answer of one of the calls looked at, if it is a tuple of that size; later ones cost nothing."""
     call = calls[slot]
 
@@ -304,7 +398,7 @@ def _look_once(calls: list[Any], slot: int, look: Look, name: str, size: int) ->
 
 
 def columns_of(
-    taken: list[Any], named: Callable[[int], str] = "slot {}".format
+    taken: Sequence[Any], named: Named = "slot {}".format
 ) -> tuple[list[Tree], Sequence[Any], NDArray[np.bool_], NDArray[np.bool_], list[Any]]:
     """The results of every slot's step, item by item. Raises EnvError, with the slot's name, for other than five."""
     try:
@@ -324,7 +418,7 @@ def columns_of(
     )
 
 
-def _flags(values: Sequence[Any], name: str, named: Callable[[int], str]) -> NDArray[np.bool_]:
+def _flags(values: Sequence[Any], name: str, named: Named) -> NDArray[np.bool_]:
     try:
         flags = np.array(values, np.bool_)
     except ValueError:  # of different shapes
@@ -364,7 +458,9 @@ def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
     return structure_of(item_of(space) if is_columnar(space) else 0)
 
 
-def _stacked(observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec) -> Tree:
+def _stacked(
+    observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec, named: Named = "slot {}".format
+) -> Tree:
     """One tree of new arrays any[N, ...] from the observations of all slots.
 
     Raises EnvError, with the slot, for observations that can't be stacked since one has no place in the space.
@@ -376,7 +472,7 @@ def _stacked(observations: list[Tree], space: gym.Space[Any], structure: PyTreeS
     except (TypeError, ValueError, RuntimeError) as error:  # tensors raise others than numpy
         for slot, observation in enumerate(observations):
             if (text := misfit_of(space, observation)) is not None:
-                raise EnvError(f"slot {slot}: {text}").see("spaces") from error
+                raise EnvError(f"{named(slot)}: {text}").see("spaces") from error
         raise
 
 

@@ -13,7 +13,6 @@ A logit of `RULED_OUT` or less rules its action out: -inf, the least finite floa
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -207,40 +206,35 @@ class Races:
     offsets    i64[B], start of each row in the flattened array that was drawn last
     """
 
-    __slots__ = ("_count", "_left", "_random", "_shape", "_steps", "offsets")
+    __slots__ = ("_at", "_count", "_drawn", "_offsets", "_random", "_shape", "offsets")
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
-        self._left: NDArray[np.float32] = np.empty(0, np.float32)  # those for steps of this shape, and the rest
-        self._steps: Iterator[Any] = iter(())
-        self._shape: tuple[int, ...] = ()
-        self._count = 1  # numbers in a step
+        self._drawn: NDArray[np.float32] = np.empty(0, np.float32)
+        self._at = self._count = 0  # of the next number, and numbers in a step
+        self._shape: tuple[int, ...] = (0,)
+        self._offsets: dict[tuple[int, ...], NDArray[np.int64]] = {}  # by shape
         self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
 
     def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Gumbel numbers, f32[B, n]: the action whose log-probability plus number is largest has won the race."""
-        if shape == self._shape:
-            for numbers in self._steps:
-                return numbers  # type: ignore[no-any-return]
-        steps = self._steps_of(shape)
-        self._steps = iter(steps)
-        return next(self._steps, np.empty(shape, np.float32))
-
-    def _steps_of(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Numbers for some steps, f32[T, B, n]; none if a step needs none."""
-        # Shapes may change from step to step, with the agents that act: all of them share the numbers drawn.
-        used = (len(self._left) // self._count - operator.length_hint(self._steps)) * self._count
-        self._left = self._left[used:]
-        self._shape, self.offsets = shape, np.arange(shape[0]) * shape[1]
-        count = math.prod(shape)
-        self._count = count or len(self._left) + 1
-        if count > len(self._left):
+        if shape != self._shape:
+            # Shapes may change from step to step, with the agents that act: all of them share the numbers drawn.
+            self._shape, self._count = shape, math.prod(shape)
+            if shape not in self._offsets:
+                self._offsets[shape] = np.arange(shape[0]) * shape[1]
+            self.offsets = self._offsets[shape]
+        begin = self._at
+        end = self._at = begin + self._count
+        if end > len(self._drawn):
+            count = self._count
             drawn = self._random.standard_exponential(max(1, _DRAWN // count) * count, np.float32)
             # Without this floor, a drawn 0 would let an action win that is ruled out.
             np.log(np.maximum(drawn, _SMALLEST, out=drawn), out=drawn)
-            self._left = np.negative(drawn, out=drawn)
-        steps = len(self._left) // self._count
-        return self._left[: steps * self._count].reshape(steps, *shape)
+            self._drawn = np.negative(drawn, out=drawn)
+            begin, end = 0, count
+            self._at = count
+        return self._drawn[begin:end].reshape(shape)
 
 
 class JointRaces:

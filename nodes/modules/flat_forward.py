@@ -95,7 +95,7 @@ class FlatForward:
         self._watch = None if module is None else _Watch(module)
         self._weights = _ArrangedWeights() if module is None else None
         self._flat: dict[Any, Callable[..., Any] | None] = {}
-        self._single: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}  # by column: shape, dtype, replay
+        self._single: dict[tuple[str, Any, Any], Callable[..., Any]] = {}  # by a column's name, shape and dtype
         self._nested: dict[str, tuple[list[tuple[Any, Any, Any]], Callable[..., Any]]] = {}  # see `_parts`; replay
         self._compared: dict[Any, tuple[Callable[..., Any], int]] = {}  # by kind: replay, passes that gave the same
 
@@ -103,10 +103,10 @@ class FlatForward:
         """The module's output for a batch."""
         if len(batch) == 1:  # observations alone: nearly every module's
             [(name, leaf)] = batch.items()
-            single = self._single.get(name)
-            if single is not None and type(leaf) is Tensor and leaf.shape == single[0] and leaf.dtype is single[1]:
+            single = self._single.get((name, leaf.shape, leaf.dtype)) if type(leaf) is Tensor else None
+            if single is not None:
                 try:
-                    return single[2](leaf)  # type: ignore[no-any-return]
+                    return single(leaf)  # type: ignore[no-any-return]
                 except Exception as error:
                     return self._after(error, batch)
             nested = self._nested.get(name)
@@ -126,8 +126,6 @@ class FlatForward:
             return (self._record if self._weights is not None else self._compare)(kind, batch, leaves)
         if flat is None:
             return self._forward(batch)
-        if len(batch) == len(leaves) == 1:
-            self._single[name] = leaves[0].shape, leaves[0].dtype, flat  # more of this kind may come
         return self._replayed(batch, flat, leaves)
 
     @property
@@ -183,7 +181,7 @@ class FlatForward:
         self._flat[kind] = flat
         if len(batch) == 1 and len(leaves) == 1:
             [name] = batch
-            self._single[name] = leaves[0].shape, leaves[0].dtype, flat
+            self._single[name, leaves[0].shape, leaves[0].dtype] = flat
         elif len(batch) == 1:
             [(name, column)] = batch.items()
             keys = {id(part): key for key, part in column.items()} if type(column) is dict else {}

@@ -17,6 +17,8 @@ from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, RemoteRollouts
 from rollflow.nodes.env.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.env.workers.ready_processes import ReadyProcesses
+from rollflow.nodes.env.workers.ready_slots import ReadySlots, ReadyThreads
 from rollflow.nodes.env.workers.thread_node import ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts
@@ -42,6 +44,9 @@ NODES: dict[str, Callable[..., Any]] = {
     "RemoteEnvs": RemoteEnvironments,
     "RemoteRollouts": HostedRollouts,
 }
+
+# The same where slots step each on its own, and those that are ready have a pass together.
+READY_NODES: dict[str, Callable[..., Any]] = {"threads": ReadyThreads, "processes": ReadyProcesses}
 
 
 class RolloutKind(NamedTuple):
@@ -122,7 +127,10 @@ def place(
             options.check_offloaded(is_remote=True)
     elif options.where == "rollouts":
         options.check_offloaded(is_remote=False)
-    return _environments_for(env, options, kind), reason, options
+    environments = _environments_for(env, options, kind)
+    if isinstance(environments, ReadySlots):  # which gathers slots itself
+        options = replace(options, forward=replace(options.forward, max_batch=None, max_wait=0.0))
+    return environments, reason, options
 
 
 def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any:
@@ -147,6 +155,9 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
     options["slot_seeds"] = asked.slot_seeds
     if asked.autoreset_mode is not None:
         options["autoreset_mode"] = asked.autoreset_mode
+    if _are_apart(env, asked, kind):
+        options |= {"lanes": 1, "max_wait": asked.forward.max_wait, **asked.timeouts.keywords()}
+        return READY_NODES[where](env, kind=kind.env, **options, **({} if workers is None else {"workers": workers}))
     if lanes is None and where != "inline" and not kind.is_ready(env):
         # One lane of processes at the least steps while another is in the forward pass.
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
@@ -159,6 +170,13 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
     elif asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
     return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind.env, **options)
+
+
+def _are_apart(env: Any, asked: RolloutOptions, kind: RolloutKind) -> bool:
+    """True if each slot is to step on its own, in one lane: see `Forward`."""
+    how, is_one = asked.forward, asked.lanes is None and not (kind.env.has_several or kind.is_ready(env))
+    most = how.max_batch if asked.where in READY_NODES and is_one and not how.in_thread else None
+    return most is not None and count_of(env, asked.num_envs) <= most
 
 
 def _has_tensors(env: Any) -> bool:

@@ -172,7 +172,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
         self._check_fits()
-        self._is_in_graph = True
+        self._is_in_graph, self.environments.may_wait = True, False
         self.environments.report_lanes_to(self._credits)
         ring = self._ring(self._gates)
         nodes = {f"seen_{number}": node for number, node in enumerate(self._watching)}

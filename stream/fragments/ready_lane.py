@@ -337,7 +337,8 @@ class ReadyLane(Lane):
 
     def release(self) -> None:
         super().release()
-        self.has_stopped = True
+        self.has_stopped, self._flat, self._rewards = True, {}, np.empty(0, np.float32)
+        self._finals.clear()
 
 
 def joined_answers(parts: Sequence[tuple[Slots, Tree]], num_slots: int) -> tuple[Slots, Tree]:

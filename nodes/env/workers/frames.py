@@ -7,6 +7,7 @@ follows. Rows themselves lie in blocks of shared memory that both ends know by t
 import os
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
@@ -21,6 +22,7 @@ from rollflow.stream.data.space import row_of
 
 FINAL_OBS = "final_obs"
 _HEADER = struct.Struct("<BxHQ")
+_FD_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
@@ -41,6 +43,7 @@ class FrameKind(IntEnum):
     FREE = 12  # (the block) nobody reads it any more
     DRAIN = 13  # what there is of the fragment is wanted now
     PHASE = 21  # a descriptor, and the bytes behind it: where the worker says what it is at, and how far
+    ANSWERS = 22  # a descriptor: the pipe by which slots are told that have answered
     # From the worker
     READY = 14  # length of a packed dict: spaces, slots, autoreset mode
     DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
@@ -104,13 +107,24 @@ class FrameReader:
         return frames
 
 
-def receive_frame(sock: socket.socket) -> Frame:
-    """The next frame that came to a worker, with its descriptor. Raises EOFError when the other end has gone."""
-    header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
+def receive_header(sock: socket.socket) -> tuple[bytes, list[Any]]:
+    """The bytes of the next frame that came to a worker, and what came beside. Raises EOFError where nobody sends."""
+    header, ancillary, _, _ = sock.recvmsg(_HEADER.size, _FD_SPACE)
     if not header:
         raise EOFError
+    return header, ancillary
+
+
+def frame_in(header: bytes, ancillary: Sequence[Any]) -> Frame:
+    """The frame of a header, with the descriptor that came beside it."""
     kind, block, number = _HEADER.unpack(header)
-    return Frame(FrameKind(kind), block, number, fd=fds[0] if fds else -1)
+    fd = int.from_bytes(ancillary[0][2], sys.byteorder) if ancillary else -1
+    return Frame(FrameKind(kind), block, number, fd=fd)
+
+
+def receive_frame(sock: socket.socket) -> Frame:
+    """The next frame that came to a worker, with its descriptor. Raises EOFError if the other end has gone."""
+    return frame_in(*receive_header(sock))
 
 
 def lane_block(

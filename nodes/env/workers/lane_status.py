@@ -55,9 +55,9 @@ class RaisedError(NamedTuple):
         """The error that a worker's answer tells of."""
         return cls(*(fields[name] for name in cls._fields))
 
-    def add_notes_to(self, error: Exception, lane: int) -> None:
+    def add_notes_to(self, error: Exception, whose: str) -> None:
         """Add the notes and the traceback to an error that is raised here."""
-        for note in [*self.notes, f"lane {lane}, {self.where}:\n{self.traceback}"]:
+        for note in [*self.notes, f"{whose}, {self.where}:\n{self.traceback}"]:
             error.add_note(note)
 
 
@@ -89,6 +89,11 @@ class LaneStatus:
     due: float = 0.0
     raised: RaisedError | None = None
     has_stepped: bool = False
+
+    @property
+    def name(self) -> str:
+        """The lane or the slots, for texts."""
+        return f"lane {self.index}"
 
     @property
     def is_at_work(self) -> bool:

@@ -146,7 +146,7 @@ class LanesElsewhere(LaneSource):
         lane = max(self.remotes[:], key=lambda each: each.noted_at, default=None)
         if lane is None or not lane.reason:
             return None
-        return LastError(f"lane {lane.index}: {lane.reason}", backoff.times.clock() - lane.noted_at)
+        return LastError(f"{lane.name}: {lane.reason}", backoff.times.clock() - lane.noted_at)
 
     # Lanes that come and go
 
@@ -191,7 +191,7 @@ class LanesElsewhere(LaneSource):
         self.deadlines.end(status.index)
         if status.failures > MAX_FAILURES:
             self.set_aside(status)
-            text = f"lane {status.index} is set aside, lost {status.failures} times in a row: {status.reason}"
+            text = f"{status.name} is set aside, lost {status.failures} times in a row: {status.reason}"
             self.set_aside_texts.append(text)
             return
         status.phase = LanePhase.LOST
@@ -232,10 +232,10 @@ class LanesElsewhere(LaneSource):
         Lanes that were set aside without a loss of their own, as those of hosts that left, don't count.
         """
         lanes = [each for each in self.remotes if each.failures or each.raised or each.phase is not LanePhase.ASIDE]
-        raised = [(each.index, each.raised) for each in lanes if each.raised is not None and not each.has_made_steps]
+        raised = [(each.name, each.raised) for each in lanes if each.raised is not None and not each.has_made_steps]
         if self.is_draining or len(raised) < len(lanes) or any(each.has_made_steps for each in self.remotes):
             return
-        reasons = "; ".join(f"lane {index}: {first.type}: {first.text}" for index, first in raised)
+        reasons = "; ".join(f"{name}: {first.type}: {first.text}" for name, first in raised)
         error = EnvError(f"the environments of every lane raised before they had made a step: {reasons}")
         raised[0][1].add_notes_to(error, raised[0][0])
         raise error
@@ -244,7 +244,7 @@ class LanesElsewhere(LaneSource):
         """Raise EnvError where every lane has been set aside."""
         if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.remotes):
             return
-        reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self.remotes)
+        reasons = "; ".join(f"{each.name}: {each.reason}" for each in self.remotes)
         times = MAX_FAILURES + 1
         raise EnvError(f"every lane was lost {times} times in a row, the last time by: {reasons}").see("worker")
 
@@ -261,13 +261,13 @@ class LanesElsewhere(LaneSource):
         self.fail(remote)
         self.listener.lane_lost(remote.index)
         if self.is_draining:
-            logger.warning("lane %d is lost while the rollout is drained: %s%s", remote.index, remote.reason, traceback)
+            logger.warning("%s is lost while the rollout is drained: %s%s", remote.name, remote.reason, traceback)
         elif remote.phase is LanePhase.ASIDE:
             logger.error("%s", self.set_aside_texts[-1])
         else:
             again = max(0.0, remote.due - backoff.times.clock())
-            told = "lane %d is lost and made again in %.1f s: %s%s"
-            logger.warning(told, remote.index, again, remote.reason, traceback)
+            told = "%s is lost and made again in %.1f s: %s%s"
+            logger.warning(told, remote.name, again, remote.reason, traceback)
         if remote.phase is LanePhase.ASIDE and remote.is_waited:
             yield from self._leave(remote)
 

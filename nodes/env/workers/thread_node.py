@@ -73,7 +73,7 @@ class ThreadEnvironments(LanesElsewhere):
 
     def close(self) -> None:
         """End the threads, once they have done the step that they are at, and close the environments."""
-        if not self.is_closed and not self._hangs():
+        if not self.is_closed and not hang("lanes", [remote.thread for remote in self.remotes]):
             super().close()
         self.is_closed = True
 
@@ -127,18 +127,6 @@ class ThreadEnvironments(LanesElsewhere):
 
     # Inside
 
-    def _hangs(self) -> bool:
-        """End the threads: True where one hangs."""
-        for remote in self.remotes:
-            remote.thread.end()
-        hung: list[int] = []
-        for index, remote in enumerate(self.remotes):
-            if not remote.thread.has_ended(backoff.times.close_s if not hung else 0.0):
-                hung.append(index)
-        if hung:
-            logger.warning("the environments of lanes %s hang: their threads are left behind", hung)
-        return bool(hung)
-
     def _put(self, remote: ThreadLane, phase: LanePhase, job: Callable[[Any], None]) -> None:
         self.begin(remote, phase)
         remote.thread.put(partial(self._do, remote, job, "reset" if phase is LanePhase.RESETTING else "step"))
@@ -158,3 +146,16 @@ class ThreadEnvironments(LanesElsewhere):
         self._done.append((remote, error))
         del error  # whose traceback refers to this frame
         self._bell.ring()
+
+
+def hang(noun: str, threads: Sequence[JobThread]) -> bool:
+    """End the threads of lanes or slots: True where one hangs, and is left behind, which is logged."""
+    for thread in threads:
+        thread.end()
+    hung: list[int] = []
+    for index, thread in enumerate(threads):
+        if not thread.has_ended(backoff.times.close_s if not hung else 0.0):
+            hung.append(index)
+    if hung:
+        logger.warning("the environments of %s %s hang: their threads are left behind", noun, hung)
+    return bool(hung)

@@ -145,6 +145,11 @@ class ProgressWatch:
         """Seconds until the lanes are to be looked at; None where there are none."""
         return max(0.0, self._next_look - backoff.times.clock()) if self._until else None
 
+    @property
+    def is_due(self) -> bool:
+        """True if `overdue` is to look at the lanes."""
+        return backoff.times.clock() >= self._next_look
+
     def overdue(self) -> dict[int, str]:
         """The lanes whose time is over, with what they were late with; they are looked at, where that is due."""
         late: dict[int, str] = {}

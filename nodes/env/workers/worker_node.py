@@ -54,7 +54,7 @@ class LaneLink(LaneStatus, abc.ABC):
         super().__init__(index, LanePhase.MAKING)
         self.node: Any = node
         self.sock: socket.socket | None = None
-        self._maker = pickled(maker, [(f"the environments of lane {index}", maker)])
+        self._maker = pickled(maker, [(f"the environments of {self.name}", maker)])
         self._reader = FrameReader()
         self.activity = ActivityFlag()
 
@@ -195,7 +195,7 @@ def refusal(raised: RaisedError, link: LaneLink) -> Exception:
         kind = EnvError if link.phase is LanePhase.MAKING else RunError
         text = f"{raised.type}: {text}"
     error: Exception = kind(text)
-    raised.add_notes_to(error, link.index)
+    raised.add_notes_to(error, link.name)
     return error
 
 
@@ -323,7 +323,7 @@ class WorkerNode(LanesElsewhere):
         if len(lanes) > 1 and worker.process is not None:
             shared = ", ".join(map(str, lanes))
             reason = f"{reason}; lanes {shared} share worker process {worker.process.pid}, which is killed"
-        told = {lane: reason if lane == link.index else f"lane {link.index} gave {reason}" for lane in lanes}
+        told = {lane: reason if lane == link.index else f"{link.name} gave {reason}" for lane in lanes}
         yield from self._process_lost(worker, told)
 
     def _leave(self, remote: LaneLink) -> Iterator[Any]:
@@ -346,7 +346,7 @@ class WorkerNode(LanesElsewhere):
             doing=text,
             mark=(doing.mark, began),
             age_s=doing.age_s or age_s,
-            where=f"lane {remote.index}, worker {self._workers.index(worker)}, {pid}",
+            where=f"{remote.name}, worker {self._workers.index(worker)}, {pid}",
             remedy="" if doing.kind == "lost" else remedy,
             stack=tuple if process is None else partial(process.stack_of, remote.activity.thread),
         )
@@ -458,11 +458,11 @@ class WorkerNode(LanesElsewhere):
         while not (frames := link.receive()):
             if frames is None or process.has_ended(0):
                 ended = f"{process.pid} {process.ended()}"
-                raise EnvError(f"lane {link.index}: process {ended} before it had made the environments").see("worker")
+                raise EnvError(f"{link.name}: process {ended} before it had made the environments").see("worker")
             left = None if until is None else until - backoff.times.clock()
             if left is not None and left <= 0:
                 within = f"{timeout:g} s, Timeouts(reset=…), the start of their process included"
-                raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")
+                raise EnvError(f"{link.name}: the environments were not made within {within}").see("timeout")
             connection.wait(watched, left)
         description: dict[str, Any] = unpack(frames[0].payload)
         if frames[0].kind is FrameKind.FAILED:

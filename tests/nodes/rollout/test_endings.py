@@ -22,10 +22,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 2},
     "gathering": {"lanes": 3, "forward": Forward(max_batch=12)},
+    "apart": {"where": "threads", "forward": Forward(max_batch=12)},
     "forward in a thread": {"lanes": 2, "forward": Forward(in_thread=True)},
 }
 FAILING = {
-    "env": r"(environment 1, env step|lane 0, vector step)",
+    "env": r"(environment 1, env step|lane 0, vector step|slot 1, step)",
     "module": r"lanes? [0-2].*, batch: ",
     "env_to_module": r"lane [0-2], vector step \d+",
     "module_to_env": r"lane [0-2], vector step \d+",

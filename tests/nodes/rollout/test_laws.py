@@ -17,16 +17,18 @@ from property_examples import examples
 from stand_in_pool import StandInPool
 from ways import WAYS
 
-from rollflow import Fragment, GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow import Forward, Fragment, GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.nodes import LambdaConnector
 from rollflow.stream.testing import check
 
 few = settings(max_examples=examples(40))
 READY = "ready"  # whichever slots are ready, of a pool that answers for some at a time
 AHEAD = "ready, ahead"  # the same with prefetch: fragments end while slots are under way
+THREADS, THREADS_AHEAD = "threads", "threads, ahead"  # the same of environments that step in a thread each
 Mode = AutoresetMode | str
-ON_POLICY = st.sampled_from([*AutoresetMode, READY])
-MODES = ON_POLICY | st.just(AHEAD)
+REPEATED = st.sampled_from([*AutoresetMode, READY])  # steps come in the same order each time
+ON_POLICY = REPEATED | st.just(THREADS)
+MODES = ON_POLICY | st.sampled_from([AHEAD, THREADS_AHEAD])
 
 
 def made(drawn: Setting, mode: Mode, **options: Any) -> tuple[list[NumberedEnv], Rollout]:
@@ -37,6 +39,9 @@ def made(drawn: Setting, mode: Mode, **options: Any) -> tuple[list[NumberedEnv],
         lanes = np.array_split(np.arange(drawn.slots), drawn.lanes)
         pools = [pool_of([envs[slot] for slot in lane], drawn.seed) for lane in lanes]
         return envs, rollout_of(drawn, pools, **{"num_fragments": None, **options})
+    if mode in (THREADS, THREADS_AHEAD):
+        apart = {"where": "threads", "forward": Forward(max_batch=64), "prefetch": int(mode == THREADS_AHEAD)}
+        return envs, rollout_of(drawn, makers, **{**apart, "num_fragments": None, **options})
     given = {"lanes": drawn.lanes, "autoreset_mode": mode, "num_fragments": None, **options}
     return envs, rollout_of(drawn, makers, **given)
 
@@ -147,7 +152,7 @@ def test_episodes_are_those_of_lanes_of_one_slot_each(drawn: Setting, mode: Mode
     drawn, seeds = drawn._replace(nested=False, lanes=1, lookback=1 + drawn.lookback), list(range(drawn.slots))
     options: Any = {"env_to_module_connector": lambda env: Doubled()} if is_doubled else {}
     options |= {"module": Sums(), "explore": False, "num_fragments": 6}
-    _, rollout = made(drawn, mode, **options, **({"seed": seeds} if isinstance(mode, AutoresetMode) else {}))
+    _, rollout = made(drawn, mode, **options, **({} if mode in (READY, AHEAD) else {"seed": seeds}))
     ours = whole_episodes(rollout)
     _, alone = made(drawn._replace(lanes=drawn.slots), AutoresetMode.NEXT_STEP, **options, seed=seeds)
     for slot, others in whole_episodes(alone).items():
@@ -174,7 +179,7 @@ def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: Mo
 
 
 @few
-@given(drawn_settings, ON_POLICY, st.integers(1, 4))
+@given(drawn_settings, REPEATED, st.integers(1, 4))
 def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Mode, count: int) -> None:
     fragments = []
     names = "env_to_module_connector", "module_to_env_connector"

@@ -39,7 +39,9 @@ def test_a_snapshot_has_what_the_rollout_says_of_itself(place: str, folder: Path
         assert found["name"] == rollout.environments.describe()
         assert found["figures"]["time/iterations"] == 1
         assert found["figures"]["policy/version"] == 1
-        assert found["figures"]["time/total_timesteps"] >= 16
+        assert found["figures"]["time/total_timesteps"] >= (
+            15 if "apart" in place else 16
+        )  # it may end before its last turn
         assert set(STAGES) - {"env"} <= found["nodes"].keys()
         assert found["nodes"]["caller"]["items"] > 0
         assert found["bottleneck"] is None or found["bottleneck"] in found["nodes"]

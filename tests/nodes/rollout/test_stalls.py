@@ -34,13 +34,15 @@ ENVS = {
     "inline": r"env \(lane 0\)",
     "ahead": r"env \(lane 0\)",
     "threads": r"env \(lane 0, in its thread\)",
+    "threads apart": r"env \((slot|lane) 0, in its thread\)",  # several agents step in lanes
     "forward in a thread": r"env \(lane 0, in its thread\)",
     "processes": f"env {WORKER}",
+    "processes apart": r"env \(slot 0, worker 0, pid \d+\)",
     "rollouts": f"rollouts {WORKER}",
     "hosts": f"env {HOST}",
     "hosted rollouts": f"rollouts {HOST}",
 }
-HERE = ["inline", "ahead", "threads"]
+HERE = ["inline", "ahead", "threads", "threads apart"]
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -68,7 +70,9 @@ FAULTS = {
     "first reset of an episode": Fault(
         Held.reset, RESET, held={"lengths": (4, 4), "resets": [1]}, places=[*HERE, "processes", "rollouts"]
     ),
-    "later reset": Fault(Held.reset, RESET, held={"lengths": (3, 3), "resets": [2]}, places=[*HERE, "processes"]),
+    "later reset": Fault(
+        Held.reset, RESET, held={"lengths": (3, 3), "resets": [2]}, places=[*HERE, "processes", "processes apart"]
+    ),
     "step of agents": Fault(HeldAgents.step, STEP, places=[*HERE, "processes", "rollouts"]),
     "reset of agents": Fault(HeldAgents.reset, RESET),
     "module": Fault(

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples, strategies
 
-from rollflow import Rollout, Timeouts
+from rollflow import Forward, Rollout, Timeouts
 from rollflow.stream import EnvError
 from rollflow.stream.graph.inline_run import InlineRun
 
@@ -24,26 +24,27 @@ fates = st.sampled_from(["kill", "raise", "stop"])
 
 
 DRAWN = strategies(fate=fates, step=(0, 20), lives=(1, 3), fragment_length=(1, 9), longest=[3, 50], slots=(1, 2))
-DRAWN |= strategies(prefetch=(0, 1), seed=(0, 1000))
+DRAWN |= strategies(prefetch=(0, 1), seed=(0, 1000), apart=bool)
+APART = {"forward": Forward(max_batch=64)}  # each slot steps on its own
 
 
 @pytest.mark.slow
 @given(**DRAWN)
 @settings(max_examples=examples(15))
 def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
-    tmp_path_factory: pytest.TempPathFactory, slots: int, longest: int, prefetch: int, **drawn: Any
+    tmp_path_factory: pytest.TempPathFactory, slots: int, longest: int, prefetch: int, apart: bool, **drawn: Any
 ) -> None:
     log = tmp_path_factory.mktemp("log")
     doomed: Any = {"log": log, "step": drawn["step"], "fate": drawn["fate"], "lengths": (1, longest)}
     makers = [partial(Doomed, slot, lives=drawn["lives"] if slot == 0 else 0, **doomed) for slot in range(2 * slots)]
     options: Any = {"module": NumberedModule(), "fragment_length": drawn["fragment_length"], "seed": drawn["seed"]}
     options["timeouts"] = Timeouts(step=3.0 if drawn["fate"] == "stop" else 60.0)
-    options |= {"lanes": 2, "workers": 2, "num_fragments": 30, "prefetch": prefetch}
+    options |= {"workers": 2, "num_fragments": 30, "prefetch": prefetch, **(APART if apart else {"lanes": 2})}
     with Rollout(makers, where="processes", **options) as rollout:
         fragments = list(rollout.fragments())
         lost = rollout.lost.pop("workers", 0)
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
-    assert sorted({fragment.lane for fragment in fragments}) == [0, 1]
+    assert sorted({fragment.lane for fragment in fragments}) == ([0] if apart else [0, 1])
     check_chunks(fragments)
     missing = 0
     for slot, rewards in rewards_by_slot(fragments).items():
@@ -53,21 +54,23 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
         assert all(0 <= before - after <= 1 for before, after in zip(made, seen, strict=False))
     assert 0 <= missing <= lost <= slots * drawn["lives"]
     if (drawn["step"] + 1) * drawn["lives"] < 29 * drawn["fragment_length"]:
-        assert sum(len(fragment.losses) for fragment in fragments) == drawn["lives"]
+        losses = sum(len(fragment.losses) for fragment in fragments)
+        assert drawn["lives"] <= losses <= drawn["lives"] * (slots if apart else 1)  # slots begin anew one by one
 
 
+@pytest.mark.parametrize("apart", [{}, APART], ids=["lane", "slot"])
 @pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
 def test_what_is_open_ends_as_truncated_and_says_why(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
+    tmp_path: Path, fate: str, apart: dict[str, Any], caplog: pytest.LogCaptureFixture, stopped_clock: None
 ) -> None:
     maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
-    options: Any = {"fragment_length": 8, "num_fragments": 2, "timeouts": Timeouts(step=1.0), "seed": 0}
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "timeouts": Timeouts(step=1.0), "seed": 0, **apart}
     with Rollout(maker, where="processes", module=NumberedModule(), **options) as rollout:
         first, second = rollout.fragments()
         assert rollout.lost == {"workers": 1}
         assert rollout.returns.count == 0  # it is no episode's return
     lost, begun = first.episodes()
-    assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 3, False)
+    assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 2 if apart else 3, False)
     assert [int(row[2]) for row in lost.get_observations(slice(None))] == [0, 1, 2, 3, 4, 5]
     why = {"kill": "was killed by SIGKILL", "raise": "RuntimeError: it broke"}
     why = why.get(fate, "no answer to a step within 1.0 s")
@@ -75,7 +78,7 @@ def test_what_is_open_ends_as_truncated_and_says_why(
     assert why in first.losses[0].reason
     assert second.losses == []
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "lane 0 is lost and made again in 0.0 s" in record.getMessage()
+    assert f"{'slot' if apart else 'lane'} 0 is lost and made again in 0.0 s" in record.getMessage()
     assert why in record.getMessage()
 
 

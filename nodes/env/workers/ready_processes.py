@@ -1,0 +1,268 @@
+"""Environments of one lane that step in worker processes, each on its own."""
+
+import os
+import selectors
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from gymnasium.vector.utils import batch_space
+
+from rollflow.nodes.env.async_pool import SlotAnswers
+from rollflow.nodes.env.env_source import check_same_space, count_of, side_by_side, sizes_of
+from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame, lane_block
+from rollflow.nodes.env.workers.lane_status import LanePhase
+from rollflow.nodes.env.workers.ready_server import ANSWERED
+from rollflow.nodes.env.workers.ready_slots import ReadySlots
+from rollflow.nodes.env.workers.watch import Activity
+from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
+from rollflow.nodes.env.workers.worker_process import core_count
+from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.packing import pack
+from rollflow.stream.data.system import POLLIN, make_poll
+from rollflow.stream.data.tree import Tree
+from rollflow.stream.net.descriptor_transport import Descriptor
+from rollflow.stream.observe.waits import Wait
+
+
+class SlotsLink(LaneLink):
+    """The link to a worker that steps some slots of a lane.
+
+    slots      their numbers
+    asks       steps that were asked for and have no answer yet
+    answers    so far
+    """
+
+    asks = answers = 0
+
+    def __init__(self, slots: range, *of_every_link: Any) -> None:
+        self.slots = slots
+        super().__init__(*of_every_link)
+
+    @property
+    def name(self) -> str:
+        first, last = self.slots[0], self.slots[-1]
+        return f"slot {first}" if first == last else f"slots {first} to {last}"
+
+    @property
+    def has_made_steps(self) -> bool:
+        return self.answers > len(self.slots)
+
+    @property
+    def progress(self) -> tuple[int, Activity]:
+        turns, doing = super().progress
+        is_idle = doing is Activity.STEP and not self.asks  # which is another thing at each look
+        return (-int(monotonic() * 1e9) if is_idle else 2 * self.answers + turns), doing
+
+    def lose(self, reason: str) -> int:
+        return 0  # the lane is told once a slot begins anew
+
+    def _reset(self) -> None:
+        node, slots = self.node, self.slots
+        first = node.first_slots()[0] + slots[0]
+        seeds = node.seeds_of_slots(first, len(slots), self.starts)
+        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds, "first_slot": slots[0], "slots": node.num_envs}))
+        self.send(frame(FrameKind.BLOCK, number=node.block.size), node.block.fd)
+        self.send(frame(FrameKind.ANSWERS), node.answers_to)
+        self.send(frame(FrameKind.RESET))
+        self.asks = len(slots)
+        for slot in slots:
+            node.beside.pop(slot, None)  # of an answer that was cut short
+
+    def step(self) -> None:
+        raise NotImplementedError  # slots are asked one by one
+
+    def take(self, answer: Frame) -> bool:
+        """Keep what belongs to a slot's answer; without that, all slots have been reset."""
+        if answer.payload:
+            fields = self._fields_of(answer, f"lane {self.lane.index}, ")
+            self.node.beside[fields["slot"]] = fields
+        else:
+            self.phase = LanePhase.READY
+        return False
+
+
+class ReadyProcesses(ReadySlots, WorkerNode):
+    """A node with one lane, whose slots step in worker processes, each on its own: see `ReadySlots` and `WorkerNode`.
+
+    workers    processes; slots in one take turns in its main thread. None: one for each core
+
+    A worker that is lost loses its slots' open episodes alone, and begins anew with them.
+
+    block         has what each slot has been asked for, and has answered last
+    answers_to    descriptor that workers tell by which slots have answered
+    beside        slot -> what it answered beside its columns, until that is taken
+    """
+
+    program = "rollflow.nodes.env.workers.ready_server"
+    remotes: list[Any]
+
+    def __init__(self, env: Any, **options: Any) -> None:
+        self._pipe = [Descriptor(fd) for fd in os.pipe()]  # closed when nothing refers to them any more
+        self._answers_from, self.answers_to = (each.fd for each in self._pipe)
+        os.set_blocking(self._answers_from, False)
+        self._poll, self._all = make_poll(), selectors.DefaultSelector()
+        self._poll.register(self._answers_from, POLLIN)
+        self._all.register(self._answers_from, selectors.EVENT_READ)
+        self.beside: dict[int, dict[str, Any]] = {}
+        self._kept: list[int] = []  # slots whose answers are to be handed over next
+        self._to_end: dict[int, str] = {}  # slots that begin anew, and why
+        self._begun: dict[int, str] = {}  # the same of those that have
+        self.block: SharedBlock | None = None
+        self._columns: dict[str, Column] = {}
+        super().__init__(side_by_side(env), **options)
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        count = count_of(env, num_envs)
+        sizes = sizes_of(count, min(count, self._asked_workers or core_count()))
+        firsts = accumulate(sizes, initial=0)
+        self._parts = [range(first, first + size) for first, size in zip(firsts, sizes, strict=False)]
+        made = super()._made(env, num_envs, len(sizes))
+        one = made[0]
+        for link, each in zip(self.remotes, made, strict=True):
+            for kind in ("observation", "action"):
+                space, expected = (getattr(envs, f"single_{kind}_space") for envs in (each, one))
+                check_same_space(kind, space, expected, "slot", link.slots[0])
+        one.num_envs = count
+        for kind in ("observation", "action"):
+            setattr(one, f"{kind}_space", batch_space(getattr(one, f"single_{kind}_space"), count))
+        layout = lane_block(one.single_observation_space, one.single_action_space, count, 1, 0)
+        self.block = SharedBlock(layout.size)
+        self._columns = layout.columns(self.block.array())
+        self._poll.register(self._selector.fileno(), POLLIN)
+        self._all.register(self._selector.fileno(), selectors.EVENT_READ)
+        self._link_of = [link for link in self.remotes for _ in link.slots]
+        self._step_of = [frame(FrameKind.STEP, number=slot) for slot in range(count)]
+        return [one]
+
+    def link_of(self, lane: int, maker: Any, node: Any) -> LaneLink:
+        return SlotsLink(self._parts[lane], lane, maker, node)
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once a slot has answered, or a worker has something else to say."""
+        return self._all.fileno()
+
+    def close(self) -> None:
+        """End the worker processes; steps that were under way in lost ones are lost."""
+        if self._resets is None and not self.is_closed:
+            self._let_go(list(self._to_end))
+        super().close()
+
+    def finish(self) -> Iterator[Any]:
+        self._let_go(list(self._to_end))
+        yield from super().finish()
+
+    # For `ReadySlots`
+
+    def _send(self, slots: Any, actions: Tree) -> None:
+        self._columns[Columns.ACTIONS].write_items(0, slots, actions)
+        for slot in slots.tolist():
+            if slot not in self._to_end:  # else it begins anew, and answers once it has
+                link = self._link_of[slot]
+                link.asks += 1
+                link.send(self._step_of[slot])
+
+    def _heard_within(self, wait_s: float) -> list[Any]:
+        for fd, _ in self._poll.poll(0 if self._kept else wait_s * 1e3):
+            if fd == self._answers_from:
+                self._kept += self._read()
+            else:
+                deque(self._heard(), 0)
+        due: Any = self.due()
+        for remote in due:
+            self._set_out(remote)
+        came, self._kept = self._kept, []
+        return came
+
+    def _read(self) -> list[int]:
+        """The slots that have answered."""
+        try:
+            told = memoryview(os.read(self._answers_from, 8 * self.num_envs)).cast("q").tolist()
+        except BlockingIOError:
+            return []
+        slots = [max(slot, ~slot) for slot in told]
+        for slot in slots:
+            link = self._link_of[slot]
+            link.asks, link.answers = link.asks - 1, link.answers + 1
+            if slot in self._to_end:
+                self._begun[slot] = self._to_end.pop(slot)
+        if slots != told:
+            slots = [slot for slot, each in zip(slots, told, strict=True) if each >= 0 or self._has_all_of(slot)]
+        return slots
+
+    def _has_all_of(self, slot: int) -> bool:
+        """Hear what belongs to a slot's answer; False: its worker was ended before that was read."""
+        link = self._link_of[slot]
+        while slot not in self.beside and link.sock is not None:
+            deque(self._heard_from(link), 0)
+        return slot in self.beside
+
+    def _joined(self, came: list[Any]) -> SlotAnswers:
+        if self._begun:
+            self._tell_begun()
+        came.sort()
+        columns, slots = self._columns, np.array(came)
+        rewards, terminateds, truncateds = (columns[name].tree[0][slots] for name in ANSWERED)
+        infos: Any = {}
+        final = None
+        if self.beside:
+            beside = [self.beside.pop(slot, {}) for slot in came]
+            infos, final_infos = (SlotInfos([each.get(name, {}) for each in beside]) for name in ("info", "final_info"))
+            if any("final_info" in each for each in beside):
+                final = columns[FINAL_OBS].items(0, slots[terminateds | truncateds]), final_infos
+        observations = columns[Columns.OBS].items(0, slots)
+        return SlotAnswers(observations, rewards, terminateds, truncateds, infos, slots, final)
+
+    def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
+        if remote.phase is LanePhase.READY and not remote.asks:
+            return iter(())
+        return super()._waits_for(remote, name, began, age_s)
+
+    # Losses
+
+    def give_up(self, remote: SlotsLink, reason: str) -> None:
+        """Have the open episodes of a worker's slots end, once these begin anew."""
+        self._kept += self._read()  # what it has answered before
+        super().give_up(remote, reason)
+        remote.asks = 0
+        self._to_end |= dict.fromkeys(remote.slots, reason)
+        if self.is_draining:
+            self._let_go(remote.slots)
+
+    def _leave(self, remote: Any) -> Iterator[Any]:
+        self.set_aside(remote)
+        remote.is_waited = False
+        self._let_go(remote.slots)
+        self.check_any_left()
+        return iter(())
+
+    def _tell_begun(self) -> None:
+        lane, begun = self.lanes[0], self._begun
+        self._begun = {}
+        for reason in set(begun.values()):
+            slots = [slot for slot in begun if begun[slot] == reason]
+            self.lost_steps += lane.lose(reason, np.array(slots))
+
+    def _let_go(self, slots: Sequence[int]) -> None:
+        """Have lost slots answer no more."""
+        if self._resets is not None or not len(slots):
+            return
+        self._begun |= {slot: self._to_end.pop(slot) for slot in slots if slot in self._to_end}
+        self._tell_begun()
+        self.lanes[0].give_up(np.array(slots))
+        self._has_given_up = True
+
+    def _end(self) -> None:
+        super()._end()
+        self._all.close()
+        self._pipe.clear()
+        self._columns = {}
+        if self.block is not None:
+            self.block.close()
+            self.block = None

@@ -1,0 +1,298 @@
+"""Environments of one lane that step elsewhere, each on its own: the lane goes on with those that are ready."""
+
+import abc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from gymnasium.vector.utils import iterate
+
+from rollflow.nodes.env.async_pool import SlotAnswers, joined_resets
+from rollflow.nodes.env.env_source import side_by_side
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
+from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
+from rollflow.nodes.env.workers.job_thread import JobThread
+from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
+from rollflow.nodes.env.workers.thread_node import hang
+from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.fragments.ready_lane import ReadyLane
+from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.waits import Wait
+
+_WAIT_S = 0.05  # for answers, in the graph's thread; what takes longer is waited for in the background
+
+
+class ReadySlots(LanesElsewhere):
+    """A node with one lane, whose slots step elsewhere, each on its own: the lane goes on with those that are ready.
+
+    max_wait    seconds for which the lane waits for more slots, once one is ready
+    """
+
+    _has_given_up = False
+
+    def __init__(self, env: Any, *, max_wait: float = 0.0, **options: Any) -> None:
+        self._max_wait = max_wait
+        self._rings = False  # whether slots that have answered are to say so by the descriptor
+        self._resets: list[SlotAnswers] | None = []  # answers to the first resets; None: all have come
+        self._answers = 0  # since then
+        super().__init__(env, **options)
+        self._check = ObservationCheck(self.observation_space, self.deviations, f"lane {self._first_lane}, ")
+
+    @property
+    def lanes_at_work(self) -> set[int]:
+        return {lane.index for lane in self.lanes}
+
+    def start(self) -> Iterator[Any]:
+        """Have every environment reset, all at a time; the lane comes by `completed`. Raises RunError a second time."""
+        (lane,) = self.begin_lanes()
+        self.in_flight, self._rings = 1, True
+        for remote in self.remotes:
+            remote.lane, remote.is_waited = lane, True
+            self.watch(remote)
+            self._go_on(remote)
+        return iter(())
+
+    def hand_over(self, lane: Any) -> Any:
+        """Have the turn's slots stepped: the lane with those that are ready next, unless it comes by `completed`."""
+        self.in_flight = 1
+        self._send(*lane.actions)
+        came = self._come(_WAIT_S) if self.may_wait else None
+        if not came:
+            self._rings = True  # from now on, and what came before is looked for
+            came = self._come(0.0)
+        return self._taken(lane, came) if came else None
+
+    def completed(self) -> Iterator[Any]:
+        """The lane, once slots are ready. Raises what an environment raised; EnvError when one is late."""
+        came = self._come(0.0)
+        if came and (lane := self._taken(self.lanes[0], came)) is not None:
+            yield lane
+
+    def finish(self) -> Iterator[Any]:
+        """The lane, with the steps that are under way: no more are asked for."""
+        for lane in self.lanes:
+            if self.is_started and lane.take_rest():
+                yield lane
+
+    def close(self) -> None:
+        """End what steps the slots; steps under way are counted as made."""
+        for lane in self.lanes if self._resets is None and not self.is_closed else ():
+            lane.num_steps += lane.in_flight + (lane.steps_under_way if self.in_flight else 0)
+            lane.has_stopped = True
+        super().close()
+
+    # Inside
+
+    def _lane(self, index: int, envs: Any, first_slot: int) -> Any:
+        layout = self.kind.layout(self, index, envs, self.seed)  # type: ignore[union-attr]
+        return ReadyLane(index, layout, self.observation_space, self._receive, is_shared=self.is_shared)
+
+    def _receive(self) -> SlotAnswers | None:
+        """Wait for the next answers; None: some slots have been given up instead."""
+        self._has_given_up = False
+        while not (came := self._come(_WAIT_S)):
+            if self._has_given_up:
+                return None
+        return self._joined(came)
+
+    def _come(self, wait_s: float) -> list[Any]:
+        """What has been answered, for which so many seconds are waited; empty: nothing."""
+        came = self._heard_within(wait_s)
+        if self.deadlines.is_due:
+            for index, text in self.deadlines.overdue().items():
+                for _ in self._late(self.remotes[index], text):
+                    pass
+        if came and self._max_wait:
+            until = perf_counter() + self._max_wait
+            while len(came) < self.num_envs and (left := until - perf_counter()) > 0:
+                came += self._heard_within(left)
+        return came
+
+    def _taken(self, lane: Any, came: list[Any]) -> Any:
+        """The lane with answers; None while first resets are missing."""
+        answers = self._joined(came)
+        if self._resets is None:
+            step, self._answers = self._answers // self.num_envs, self._answers + len(answers.slots)
+            if step in CHECKED_STEPS:
+                self._check.slots(answers.observations, step, answers.slots, dtypes=False)
+            lane.record_step(*answers)
+        else:
+            self._resets.append(answers)
+            if sum(len(each.slots) for each in self._resets) < self.num_envs:
+                return None
+            observations, infos = joined_resets(self._resets, self.num_envs)
+            self._check.slots(observations, dtypes=False)
+            lane.reset(observations, infos)
+            self._resets = None
+        self.in_flight, self._rings = 0, False
+        return lane
+
+    # What the place where slots step says
+
+    @abc.abstractmethod
+    def _send(self, slots: Any, actions: Tree) -> None:
+        """Have slots, i64[K], stepped with actions, any[K, ...]."""
+
+    @abc.abstractmethod
+    def _heard_within(self, wait_s: float) -> list[Any]:
+        """What has been answered; where that is nothing, so many seconds are waited for it."""
+
+    @abc.abstractmethod
+    def _joined(self, came: list[Any]) -> SlotAnswers:
+        """The answers, in the slots' order. Raises what an environment raised."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SlotThread(LaneStatus):
+    """A slot that a thread steps.
+
+    one      its environment
+    asks     what it is asked for: the seed of the first reset, then actions; None: to end
+    begun    when its thread began what it is at, in ns; 0: it is at nothing
+    ident    of its thread
+    """
+
+    one: OneSlot
+    thread: JobThread
+    activity: ActivityFlag
+    asks: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    begun: int = 0
+    ident: int = 0
+
+
+class ReadyThreads(ReadySlots):
+    """A node with one lane, each of whose slots steps in a thread of its own: see `ReadySlots`.
+
+    step_timeout, reset_timeout    seconds after which the run ends with an EnvError that names the slot; None: never
+
+    The threads do nothing but step: each waits for the interpreter while another one is at work.
+    """
+
+    remotes: list[SlotThread]
+
+    def __init__(self, env: Any, **options: Any) -> None:
+        self._answered: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # slots and answers; None: it has raised
+        self._raised: list[BaseException] = []
+        self._bell = Wakeup()
+        super().__init__(side_by_side(env), **options)
+        self._join = joiner_of_slots(self.observation_space)
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        made = super()._made(env, num_envs, lanes)
+        flags = [ActivityFlag() for _ in range(made[0].num_envs)]
+        for flag, one in zip(flags, self._here[0].slots([flag.turn for flag in flags]), strict=True):
+            thread = JobThread(f"rollflow slot {one.slot}")
+            self.remotes.append(SlotThread(one.slot, LanePhase.RESETTING, one=one, thread=thread, activity=flag))
+        return made
+
+    def fileno(self) -> int:
+        """Can be read once a slot has answered while the lane is in flight."""
+        return self._bell.fileno()
+
+    def describe(self) -> str:
+        """Slots, for `explain()`."""
+        return f"{super().describe()}, a thread each"
+
+    def close(self) -> None:
+        """End the threads, once they have done the step that they are at, and close the environments."""
+        for remote in self.remotes:
+            remote.asks.put(None)
+        if not self.is_closed and not hang("slots", [remote.thread for remote in self.remotes]):
+            super().close()
+        self.is_closed = True
+
+    # For `ReadySlots`
+
+    def progress(self, lane: int) -> ProgressMark:
+        remote = self.remotes[lane]
+        doing = remote.activity.doing if self._resets is None else Activity.RESET
+        return (remote.begun or clock()) + remote.activity.turns, doing  # another one at each look while it waits
+
+    def ask(self, remote: Any) -> None:
+        raise NotImplementedError  # slots are asked together
+
+    def _go_on(self, remote: SlotThread) -> None:
+        remote.asks.put(self.seeds_of_lane(0, 0)[remote.index])
+        remote.thread.put(partial(self._serve, remote))
+
+    def _send(self, slots: Any, actions: Tree) -> None:
+        remotes = self.remotes
+        # Environments may keep what they get, while the module's outputs are written anew.
+        copies = actions.copy() if isinstance(actions, np.ndarray) else map_tree(np.copy, actions)
+        each = copies if isinstance(copies, np.ndarray) else iterate(self.envs[0].action_space, copies)
+        for slot, action in zip(slots.tolist(), each, strict=True):
+            remotes[slot].asks.put(action)
+
+    def _heard_within(self, wait_s: float) -> list[Any]:
+        answered = self._answered
+        if self._rings:
+            self._bell.silence()
+        try:
+            came = [answered.get(wait_s > 0, wait_s)]
+        except Empty:
+            return []
+        return came + [answered.get_nowait() for _ in range(answered.qsize())]
+
+    def _joined(self, came: list[Any]) -> SlotAnswers:
+        if self._raised:
+            raise self._raised.pop()  # not held by this frame, to which its traceback refers
+        came.sort()
+        slots, answers = zip(*came, strict=True)
+        stepped = self._join(slots, answers)
+        return SlotAnswers(*stepped[:5], np.array(slots), stepped.final)
+
+    def _heard(self) -> Iterator[Any]:
+        return iter(())
+
+    def _late(self, remote: SlotThread, text: str) -> Iterator[Any]:
+        raise EnvError(f"lane {self.lanes[0].index}, slot {remote.index}: {text}")
+
+    def _waits_for(self, remote: SlotThread, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
+        if begun := remote.begun:
+            turns, (_, doing) = remote.activity.turns, self.progress(remote.index)
+            yield call_under_way(
+                remote.lane,
+                (turns, doing),
+                party=name,
+                mark=(begun, turns),
+                age_s=(clock() - begun) / 1e9,
+                where=f"slot {remote.index}, in its thread",
+                remedy="have it return; Timeouts(step=…) ends the run, and where='processes' the worker alone",
+                stack=partial(stack_of_thread, remote.ident),
+            )
+
+    def _end(self) -> None:
+        self._bell.close()
+
+    # In a slot's thread
+
+    def _serve(self, remote: SlotThread) -> None:
+        """Reset and step an environment, until there is no more to be done."""
+        one, slot, get, put, times = remote.one, remote.index, remote.asks.get, self._answered.put, self.call_times
+        remote.ident, number = get_ident(), 0
+        call: Any = one.reset
+        while (asked := get()) is not None:
+            remote.begun = began = clock()
+            answer: SlotAnswer | None = None
+            try:
+                answer = call(asked)
+            except BaseException as error:  # also a SystemExit: to be raised where the rollout is read
+                error.add_note(f"slot {slot}, step {number - 1}" if number else f"slot {slot}, the first reset")
+                self._raised.append(error)
+            remote.begun = 0
+            times.add(clock() - began)
+            put((slot, answer))
+            if self._rings:
+                self._bell.ring()
+            call, number = one.step, number + 1
+            del answer, asked  # which this frame would hold while it waits
