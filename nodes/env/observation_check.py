@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError, shown
 from rollflow.stream.data.packing import pack, sendable
+from rollflow.stream.data.ranges import check_range
 from rollflow.stream.data.space import is_columnar, item_of, row_of, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, structure_of
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -310,6 +311,7 @@ def _rows(values: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -
     """The values as one array; None where they don't all fit."""
     try:
         rows = np.array(values)
+        check_range(rows, dtype, "an observation")
     except (TypeError, ValueError, RuntimeError):  # tensors raise others than numpy
         return None
     if rows.shape != (len(values), *shape) or not np.can_cast(rows.dtype, dtype, "same_kind"):

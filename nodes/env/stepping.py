@@ -476,10 +476,6 @@ def _stacked(
         raise
 
 
-def _next_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
-    return env.step  # type: ignore[return-value]  # without last observations
-
-
 def _same_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
     """SAME_STEP: an ended episode's last observation is in `infos["final_obs"]`."""
 
@@ -519,7 +515,7 @@ def _disabled(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
 
 
 _STEPS: Mapping[AutoresetMode, Callable[[VectorEnv[Any, Any, Any], Turn], Step]] = {
-    AutoresetMode.NEXT_STEP: _next_step,
+    AutoresetMode.NEXT_STEP: lambda env, turn: cast("Step", env.step),  # without last observations
     AutoresetMode.SAME_STEP: _same_step,
     AutoresetMode.DISABLED: _disabled,
 }

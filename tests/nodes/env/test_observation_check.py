@@ -13,7 +13,8 @@ from sloppy_envs import SPACE, Sloppy, Zeros, fragments_of, sloppy_agents
 
 from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
-from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationCheck
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationCheck, ObservationRows
+from rollflow.stream import EnvError
 
 DTYPE = "observation['near'] is float64, expected float32 as in its space: it is cast"
 BOUNDS = "observation['near'][1] is 7.0, expected -1.0 to 1.0: it is outside its space"
@@ -144,3 +145,10 @@ def test_lists_and_numbers_of_python_have_no_dtype_of_their_own() -> None:
     check = ObservationCheck(SPACE, deviations)
     check.items([{"near": [0.5, 0.5, 0.5], "door": 1}, {"near": [0.5, 0.5, 1.5], "door": 1}], str)
     assert [kind for kind, _ in deviations.take()] == ["bounds"]
+
+
+def test_whole_numbers_that_their_space_does_not_hold_are_refused() -> None:
+    rows = ObservationRows(gym.spaces.Box(-128, 127, (1,), np.int8))
+    assert rows([[3], [-4]], str).tolist() == [[3], [-4]]
+    with pytest.raises(EnvError, match=r"^1: an observation that is not in its space: .*got 300"):
+        rows([[3], [300]], str)
