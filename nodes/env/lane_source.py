@@ -126,6 +126,7 @@ class LaneSource:
     is_draining              True where lanes come back without a step, since no more are asked for
     call_times               of its calls, or of what lanes come back from
     may_wait                 whether steps may be waited for in the graph's thread: nothing else is to be done there
+    has_own_thread           whether the graph runs in a thread that does nothing else
     trace                    records lanes and their steps; None: nothing is traced
 
     Raises EnvError when environments can't be made, or differ, and ValueError for `slot_seeds` that are not one for
@@ -134,6 +135,7 @@ class LaneSource:
 
     has_fixed_lanes = True
     may_wait = True
+    has_own_thread = False
     may_be_async = False  # whether environments may answer for some of a lane's slots at a time
     does = "step"  # what a lane comes back from, in a trace
 

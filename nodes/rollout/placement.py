@@ -157,7 +157,11 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
         options["autoreset_mode"] = asked.autoreset_mode
     if _are_apart(env, asked, kind):
         options |= {"lanes": 1, "max_wait": asked.forward.max_wait, **asked.timeouts.keywords()}
-        return READY_NODES[where](env, kind=kind.env, **options, **({} if workers is None else {"workers": workers}))
+        if where == "processes":
+            options["workers"] = workers
+        else:  # torch's own threads and compilers would stay on the core
+            options["may_share_core"] = asked.forward.threads == 1 and not asked.forward.compile
+        return READY_NODES[where](env, kind=kind.env, **options)
     if lanes is None and where != "inline" and not kind.is_ready(env):
         # One lane of processes at the least steps while another is in the forward pass.
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}

@@ -196,6 +196,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         with self._ending_on_error():
             self.log.begin()
             self._drive = driver(self._ring([self._credits]), self._credits)
+            self.environments.has_own_thread = driver is ThreadDriver
             of_every_doctor = self.stall, self.snapshot, self._options.watch.trace
             self._doctor = RolloutDoctor(self._drive, self._learner_meter, self.signs, *of_every_doctor)
             self._doctor.start()
