@@ -64,11 +64,11 @@ class ReadyLane(Lane):
         self._answers = self._answers_before = self._turns = 0  # answers in the fragment, in those before, and turns
         self._places = self.everyone + layout.lookback * layout.num_slots  # row * N + slot, of all slots
         self._turn = self._places.copy()  # of the turn's slots
-        self._most = self._last_row * layout.num_slots
         # By the number of slots in a turn: columns by name, with their rows end to end, dtype, and shape of the values.
         self._flat: dict[int, dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a first observation
         self._lost, self._gone = self._resets.copy(), self._resets.copy()  # of those, that stay in their rows; for good
+        self._has_lost = False  # whether any is lost
         self._came: list[Slots] = []  # slots whose answer has come since the turn began
         self._finals: list[tuple[Slots, Tree]] = []  # slots whose episodes those have ended, and last observations
         self._final_infos = SlotInfos(count=layout.num_slots)  # that go with these
@@ -150,14 +150,18 @@ class ReadyLane(Lane):
         """
         parts = [self._take_in(observations, rewards, terminateds, truncateds, infos, slots, final)]
         self._turns += 1
-        # No slot has made as many steps as it has rows for before there were as many turns.
-        is_late = self._turns >= self.layout.num_rows
-        if self._answers >= self._enough or (is_late and self._places[slots].max() >= self._most):
+        if self._answers >= self._enough or (self._turns >= self._look_at and self._has_filled_rows()):
             self.is_full = True
             if not self._is_ahead:
                 parts += self._received(slots)
         self._begin_turn(parts)
         self.vector_steps = (self._answers_before + self._answers) // self.layout.num_slots
+
+    def _has_filled_rows(self) -> bool:
+        """True if a slot has made as many steps as it has rows for; else there are turns in which none can."""
+        left = self._last_row - int(self._places.max()) // self.layout.num_slots
+        self._look_at = self._turns + left
+        return not left
 
     def take_rest(self) -> bool:
         """Receive all that is under way, since no more actions will be sent; False: nothing is.
@@ -178,6 +182,7 @@ class ReadyLane(Lane):
         """
         lost = slots[self._under_way[slots]]
         self._end_lost(lost, reason)
+        self._has_lost = self._has_lost or len(lost) > 0
         self._lost[lost] = self._resets[lost] = True
         return len(lost)
 
@@ -202,14 +207,15 @@ class ReadyLane(Lane):
         if has_begun:
             begun = slots[were_reset]
             check_reset_rewards(begun, rewards[were_reset])
-            terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
             self.num_steps -= len(begun)
-            if 1 in self._lost[begun].tobytes():
+            if self._has_lost:
                 after -= self.layout.num_slots * self._lost[slots]
                 self._version_written = -1  # in their rows is that of the actions that were lost
+                self._lost[begun] = False
+                self._has_lost = bool(self._lost.any())
             self.episode_start[begun] = after[were_reset] // self.layout.num_slots
             self.episode_number[begun] += 1
-            self._resets[begun] = self._lost[begun] = False
+            self._resets[begun] = False
         # What raised so far was not taken in: it counts as under way.
         self.at_start = self._typing = False
         self._places[slots] = after
@@ -217,6 +223,8 @@ class ReadyLane(Lane):
         self._answers += count
         self.num_steps += count
         if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
+            if has_begun:
+                terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
             self._put(places, {Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds})
             done = terminateds | truncateds
             if final is None:
@@ -333,6 +341,7 @@ class ReadyLane(Lane):
         # Where the others are waited for, no more actions are sent once they make the fragment full.
         self._enough = layout.num_slots * layout.num_rows // 2 - (0 if self._is_ahead else layout.num_slots - 1)
         self._answers_before, self._answers, self._turns = self._answers_before + self._answers, 0, 0
+        self._look_at = layout.num_rows  # up to which no slot has filled its rows
         self._rewards, self._flat = self.fragment.columns[Columns.REWARDS].tree.reshape(-1), {}
 
     def release(self) -> None:
