@@ -145,9 +145,7 @@ class Categorical:
             self._log_probs = torch.log_softmax(self.logits, -1)
         return self._log_probs
 
-    def sample(self, generator: "torch.Generator | TensorRaces | None" = None) -> Tensor:
-        if isinstance(generator, TensorRaces):
-            return self.sample_tensors(generator)[0]
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
         # The first to arrive in a race of exponentials with these rates is distributed by the softmax.
         race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
         # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.

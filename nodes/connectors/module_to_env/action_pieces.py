@@ -136,7 +136,8 @@ class GetActions(ActionPiece):
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
                 has_races = not looks and type(distribution) is Categorical
-                actions = distribution.sample(races if has_races else shared_data.get("generator"))
+                generator = shared_data.get("generator")
+                actions = distribution.sample_tensors(races)[0] if has_races else distribution.sample(generator)
             else:  # from elsewhere, without generators
                 actions = distribution.sample()
             logp = None

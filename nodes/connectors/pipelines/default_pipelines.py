@@ -151,10 +151,10 @@ class FusedObservations(FusedPieces):
             self._module, self._fits = rl_module, fits
         if not self._fits:
             return None
-        if type(observations) is torch.Tensor:  # of a lane on a device
-            return {Columns.OBS: observations}
         if type(observations) is np.ndarray:
             return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
+        if type(observations) is torch.Tensor:  # of a lane on a device
+            return {Columns.OBS: observations}
         if type(observations) is dict and all(map(_is_usable, observations.values())):
             return {Columns.OBS: {key: aligned(torch.from_numpy(leaf)) for key, leaf in observations.items()}}
         leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)

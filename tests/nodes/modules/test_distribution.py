@@ -136,10 +136,9 @@ def of_arrays(distribution: Any) -> Any:
 
 
 def of_tensors(distribution: Any) -> Any:
-    one, other = (TensorRaces(torch.Generator().manual_seed(0)) for _ in range(2))
-    for _ in range(9):  # others are drawn meanwhile
-        sampled, logp = distribution.sample_tensors(one)
-        assert torch.equal(sampled, distribution.sample(other))
+    races_there = TensorRaces(torch.Generator().manual_seed(0))
+    for _ in range(9):  # they are drawn anew meanwhile
+        sampled, logp = distribution.sample_tensors(races_there)
         assert torch.equal(logp, distribution.logp(sampled))
     return sampled.numpy()
 
