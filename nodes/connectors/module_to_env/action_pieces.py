@@ -135,8 +135,7 @@ class GetActions(ActionPiece):
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
-                has_races = not looks and type(distribution) is Categorical
-                generator = shared_data.get("generator")
+                has_races, generator = not looks and type(distribution) is Categorical, shared_data.get("generator")
                 actions = distribution.sample_tensors(races)[0] if has_races else distribution.sample(generator)
             else:  # from elsewhere, without generators
                 actions = distribution.sample()
