@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -236,7 +236,7 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
                 seed=self.seed,
             )
             self._keep({each: weights.newest(module) for each, (module, weights) in self.acting.by_id.items()})
-            self._settings = settings.message()
+            self._settings = Settings(asdict(settings))
         return self._settings
 
     def _announce(self) -> None:

@@ -8,7 +8,6 @@ from rollflow.nodes.modules.default_module import DefaultModule, model_config_of
 from rollflow.nodes.offloaded.lane_rollout import AnyActing
 from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
-from rollflow.stream.wire import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,6 @@ class RolloutSettings:
             pieces={name: [piece.name for piece in pipeline.connectors] for name, pipeline in acting.named_pipelines},
             **sizes,
         )
-
-    def message(self) -> Settings:
-        """As it goes over the wire."""
-        return Settings(asdict(self))
 
     def check(self, acting: AnyActing, name: str) -> None:
         """Raise ModuleError or ConnectorError where a host's modules or pieces are others than the rollout's."""

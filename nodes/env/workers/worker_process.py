@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing import (
     Process,
     forkserver,
@@ -54,7 +55,6 @@ logger = logging.getLogger(__name__)
 MOST_FDS = 64  # that come with what is received at a time
 _UNKNOWN_CODE = 255  # of a process whose fork server has gone, as `multiprocessing` has it
 _ANSWERED_WITHIN_S = 1.0  # by a fork server
-_TRIES = 2  # of starting one: it may have been killed just then
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # that an import starts, and a fork lacks
 # A process that has done its work ends when all that was to be called at its exit has been called, which is why this
 # comes first in it: to take torch apart would take a second, and several where cores are busy.
@@ -345,19 +345,17 @@ def _forked_off(
     server: Any = _servers.setdefault(preload, forkserver.ForkServer())
     if server is None:
         return None
-    for _ in range(_TRIES):
+    outputs = [fd for fd in (1, 2) if _is_open(fd)]
+    program = _ForkedProgram(module, outputs, environment)
+    for _ in range(2):  # it may have been killed just then
         try:
-            outputs = [fd for fd in (1, 2) if _is_open(fd)]
-            program = _ForkedProgram(module, outputs, environment)
-            return _Forked(server, preload, program, [*outputs, *descriptors])
+            # Stopped, it can't fork a process later that prints that no order has come.
+            with closing_on_error(partial(_stop_server, server)):
+                return _Forked(server, preload, program, [*outputs, *descriptors])
         except (OSError, EOFError, RunError) as error:
             logger.info("worker processes may import %s each, as no fork server can: %s", preload, error)
-            _stop_server(server)  # the next try starts another
             if isinstance(error, RunError):
                 break  # which would begin them again
-        except KeyboardInterrupt:  # a process that it forks later would print that no order has come
-            _stop_server(server)
-            raise
     _servers[preload] = None
     return None
 
