@@ -12,7 +12,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
-from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
+from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
@@ -127,9 +127,6 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
         self._cut(self.remotes)
 
     # Dialogue with the hosts
-
-    def new_lane(self, index: int, env: Any, first_slot: int) -> TurnToken:
-        return self._token(index, env.num_envs)
 
     def _set_out(self, remote: Any) -> Iterator[Any]:
         """Have a lane that is waited for take its turn; another one is to be handed over first."""

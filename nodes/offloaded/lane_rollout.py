@@ -40,6 +40,7 @@ class LanePlan:
     lookback        steps of the fragment before in each (H)
     how             forward passes are done: what `ModuleForward` takes beside module and weights
     versions        module id -> policy version of the weights that its copy has; -1: they are yet to come
+    is_shared       whether other processes may look at the lane's columns
     """
 
     environments: Mapping[str, Any]
@@ -48,6 +49,7 @@ class LanePlan:
     lookback: int
     how: Mapping[str, Any]
     versions: Mapping[Any, int]
+    is_shared: bool = False
 
     @property
     def seed(self) -> int:
@@ -79,7 +81,6 @@ class LaneRollout:
     plan        what this is to be
     acting      copies of modules and pipelines, for this lane alone
     deviations  of what the environments give, for whoever gets the fragments
-    is_shared   whether other processes may look at the lane's columns
     between     called before every forward pass; it may `put` weights, or raise
     began       called when the first reset and the first forward pass are done
     mark        where is noted what is under way; None: nobody looks at it
@@ -94,7 +95,6 @@ class LaneRollout:
         acting: AnyActing,
         *,
         deviations: Deviations,
-        is_shared: bool = False,
         between: Callable[[], None],
         began: Callable[[], None] = nothing,
         mark: CallMark | None = None,
@@ -106,7 +106,7 @@ class LaneRollout:
             weights.go_on_from(plan.versions[module_id])
         has_one = isinstance(acting, Acting)
         environments = _OneLane(env, kind=ONE_AGENT if has_one else SEVERAL_AGENTS, **plan.environments)
-        if is_shared:
+        if plan.is_shared:
             environments.share()
         environments.begin_at(plan.first_step)
         acting.set_spaces(environments)

@@ -228,11 +228,9 @@ class OffloadedRollouts(LaneSource):
             return spaces_seen(self.parts, before)
         return [self.observation_space, *before.observation_spaces]
 
-    def _token(self, index: int, num_slots: int) -> TurnToken:
+    def _lane(self, index: int, envs: Any, first_slot: int) -> TurnToken:
         """The token of a lane that begins: at the step that the run has come to."""
-        token = TurnToken(index, num_slots * self.acting.most_agents, max(self.vector_steps, self._first_step))
-        self.lanes = [*self.lanes, token]
-        return token
+        return TurnToken(index, envs.num_envs * self.acting.most_agents, max(self.vector_steps, self._first_step))
 
     def stages(self, elapsed_s: float) -> list[NodeReport]:
         """Counts of the stages: items of all lanes, times of the average lane's place, calls of the slowest lane."""

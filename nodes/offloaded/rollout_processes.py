@@ -255,9 +255,10 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
         self._begin()
-        for link, env in zip(self.remotes, self.envs, strict=True):
-            link.lane = self._token(link.index, env.num_envs)
-            yield link.lane
+        self.lanes = [self._lane(link.index, env, 0) for link, env in zip(self.remotes, self.envs, strict=True)]
+        for link, lane in zip(self.remotes, self.lanes, strict=True):
+            link.lane = lane
+            yield lane
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every worker's connectors take over states before its next turn."""
@@ -281,8 +282,8 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
             "seed": seed_for(self.seed, "restart", starts) if starts else self.seed,
             "slot_seeds": tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         }
-        versions = loaded_versions(self.acting)
-        return LanePlan(environments, token.sequence, token.step, self.lookback, self.how, versions)
+        versions, is_shared = loaded_versions(self.acting), not self.kind.has_several
+        return LanePlan(environments, token.sequence, token.step, self.lookback, self.how, versions, is_shared)
 
     # Inside
 

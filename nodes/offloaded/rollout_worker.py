@@ -80,7 +80,6 @@ class RolloutServer(LaneServer):
             plan,
             acting,
             deviations=self._deviations,
-            is_shared=not self._has_several,
             between=self._between,
             began=lambda: self._send(frame(FrameKind.BEGUN)),
             mark=self._progress[MARK].data,

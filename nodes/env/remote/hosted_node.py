@@ -217,14 +217,6 @@ class HostedNode(LanesElsewhere):
 
     # What hosts are asked for
 
-    def new_lane(self, index: int, env: Any, first_slot: int) -> Any:
-        """A lane, as it goes round, of its number, its environments and their first slot."""
-        lanes: Any = self.lanes
-        if index == len(lanes):
-            lanes.append(self._lane(index, env, first_slot))
-            lanes[index].first_step = self.vector_steps
-        return lanes[index]
-
     def progress(self, lane: int) -> ProgressMark:
         """Nothing is seen of a step or a reset until it is answered."""
         phase = self.remotes[lane].phase
@@ -351,10 +343,12 @@ class HostedNode(LanesElsewhere):
 
     def _new_lane(self, index: int, env: Any, first_slot: int, host: RemoteHost) -> RemoteLane:
         assert index == len(self.remotes)
-        lane = self.new_lane(index, env, first_slot)
-        self.remotes.append(
-            self.remote_of(index, LanePhase.READY, lane=lane, host=host, num_slots=env.num_envs, first_slot=first_slot)
-        )
+        lanes: Any = self.lanes
+        if index == len(lanes):
+            lanes.append(self._lane(index, env, first_slot))
+            lanes[index].first_step = self.vector_steps
+        slots = {"num_slots": env.num_envs, "first_slot": first_slot}
+        self.remotes.append(self.remote_of(index, LanePhase.READY, lane=lanes[index], host=host, **slots))
         return self.remotes[-1]
 
     def _leave(self, remote: RemoteLane) -> Iterator[Any]:
