@@ -117,6 +117,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
     "threads": {"where": "threads", "lanes": 3},
     "one pass for all": {"where": "threads", "lanes": 3, "forward": ONE_PASS},
+    "slots apart": {"where": "threads", "forward": ONE_PASS},
     "ahead": {"prefetch": 2},
     "forward in a thread": {"where": "threads", "lanes": 3, "forward": Forward(in_thread=True)},
 }
