@@ -48,7 +48,7 @@ class SlotsLink(LaneLink):
     @property
     def name(self) -> str:
         first, last = self.slots[0], self.slots[-1]
-        return f"slot {first}" if first == last else f"slots {first} to {last}"
+        return f"slot {first}" if first == last else f"the worker of slots {first} to {last}"
 
     @property
     def has_made_steps(self) -> bool:
@@ -116,6 +116,9 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._begun: dict[int, str] = {}  # the same of those that have
         self.block: SharedBlock | None = None
         self._columns: dict[str, Column] = {}
+        self._observations: Tree = None  # rows of those columns
+        self._actions: Tree = None
+        self._rows: list[Any] = []
         super().__init__(side_by_side(env), **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
@@ -134,7 +137,9 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             setattr(one, f"{kind}_space", batch_space(getattr(one, f"single_{kind}_space"), count))
         layout = lane_block(one.single_observation_space, one.single_action_space, count, 1, 0)
         self.block = SharedBlock(layout.size)
-        self._columns = layout.columns(self.block.array())
+        columns = self._columns = layout.columns(self.block.array())
+        self._observations, self._actions = (columns[name].row(0) for name in (Columns.OBS, Columns.ACTIONS))
+        self._rows = [columns[name].row(0) for name in ANSWERED]
         self._poll.register(self._selector.fileno(), POLLIN)
         self._all.register(self._selector.fileno(), selectors.EVENT_READ)
         self._link_of = [link for link in self.remotes for _ in link.slots]
@@ -161,7 +166,10 @@ class ReadyProcesses(ReadySlots, WorkerNode):
     # For `ReadySlots`
 
     def _send(self, slots: Any, actions: Tree) -> None:
-        self._columns[Columns.ACTIONS].write_items(0, slots, actions)
+        if isinstance(self._actions, np.ndarray):
+            self._actions[slots] = actions
+        else:
+            self._columns[Columns.ACTIONS].write_items(0, slots, actions)
         for slot in slots.tolist():
             if slot not in self._to_end:  # else it begins anew, and answers once it has
                 link = self._link_of[slot]
@@ -174,9 +182,10 @@ class ReadyProcesses(ReadySlots, WorkerNode):
                 self._kept += self._read()
             else:
                 deque(self._heard(), 0)
-        due: Any = self.due()
-        for remote in due:
-            self._set_out(remote)
+        if self._lost:
+            due: Any = self.due()
+            for remote in due:
+                self._set_out(remote)
         came, self._kept = self._kept, []
         return came
 
@@ -186,13 +195,13 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             told = memoryview(os.read(self._answers_from, 8 * self.num_envs)).cast("q").tolist()
         except BlockingIOError:
             return []
-        slots = [max(slot, ~slot) for slot in told]
+        slots = told if min(told) >= 0 else [max(slot, ~slot) for slot in told]
         for slot in slots:
             link = self._link_of[slot]
             link.asks, link.answers = link.asks - 1, link.answers + 1
             if slot in self._to_end:
                 self._begun[slot] = self._to_end.pop(slot)
-        if slots != told:
+        if slots is not told:
             slots = [slot for slot, each in zip(slots, told, strict=True) if each >= 0 or self._has_all_of(slot)]
         return slots
 
@@ -208,7 +217,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             self._tell_begun()
         came.sort()
         columns, slots = self._columns, np.array(came)
-        rewards, terminateds, truncateds = (columns[name].tree[0][slots] for name in ANSWERED)
+        rewards, terminateds, truncateds = (rows[slots] for rows in self._rows)
         infos: Any = {}
         final = None
         if self.beside:
@@ -216,7 +225,11 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             infos, final_infos = (SlotInfos([each.get(name, {}) for each in beside]) for name in ("info", "final_info"))
             if any("final_info" in each for each in beside):
                 final = columns[FINAL_OBS].items(0, slots[terminateds | truncateds]), final_infos
-        observations = columns[Columns.OBS].items(0, slots)
+        observations: Tree = self._observations
+        if isinstance(observations, np.ndarray):
+            observations = observations[slots]
+        else:
+            observations = columns[Columns.OBS].items(0, slots)
         return SlotAnswers(observations, rewards, terminateds, truncateds, infos, slots, final)
 
     def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
@@ -262,7 +275,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         super()._end()
         self._all.close()
         self._pipe.clear()
-        self._columns = {}
+        self._columns, self._observations, self._actions, self._rows = {}, None, None, []
         if self.block is not None:
             self.block.close()
             self.block = None

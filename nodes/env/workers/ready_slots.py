@@ -247,9 +247,9 @@ class ReadyThreads(ReadySlots):
 
     def _send(self, slots: Any, actions: Tree) -> None:
         remotes = self.remotes
-        # Environments may keep what they get, while the module's outputs are written anew.
-        copies = actions.copy() if isinstance(actions, np.ndarray) else map_tree(np.copy, actions)
-        each = copies if isinstance(copies, np.ndarray) else iterate(self.envs[0].action_space, copies)
+        each: Any = actions  # numbers, or else copies: environments may keep them, while the module writes anew
+        if not isinstance(actions, np.ndarray) or actions.ndim > 1:
+            each = iterate(self.envs[0].action_space, map_tree(np.copy, actions))
         for slot, action in zip(slots.tolist(), each, strict=True):
             remotes[slot].asks.put(action)
 
