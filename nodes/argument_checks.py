@@ -100,7 +100,7 @@ def check_names(name: str, names: Any) -> None:
 def ids_by_text(
     whose: str, ids: Iterable[Any], error: Callable[[str], Exception], text_of: Callable[[Any], str] = str
 ) -> dict[str, Any]:
-    """Text -> id. Raises `error` where two ids, such as 1 and "1", have one text, which is all that files have."""
+    """Text -> id. Raises `error` if two ids, such as 1 and "1", have one text, which is all that files have."""
     found: dict[str, Any] = {}
     for id_ in ids:
         if (other := found.setdefault(text_of(id_), id_)) != id_:
@@ -168,7 +168,7 @@ def checking_constructor(**places: str) -> Callable[[type[T]], type[T]]:
 
 
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:
-    """The seed of all that a rollout draws, and one for each slot where `seed` is a list of them, else None.
+    """The seed of all that a rollout draws, and one for each slot if `seed` is a list of them, else None.
 
     None for a seed gives a fresh one. Of a list the one seed follows from all of them. Raises ValueError for what is
     no whole number, or is below 0, or for an empty list.

@@ -375,7 +375,7 @@ class PolicyClient(ClosedOnExit):
                 raise self._ending
 
     def _check_patience(self, patience: WaitReminder) -> None:
-        """Log that the server is waited for, where that is due. Raises UnansweredError if it is late."""
+        """Log that the server is waited for, if that is due. Raises UnansweredError if it is late."""
         if patience.is_over:
             raise UnansweredError(self._server(f"has not answered within {self.timeout:g} s"))
         if patience.is_long:

@@ -31,7 +31,7 @@ class LockedFolder:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Make the folder, and keep others from writing there. Raises `error` where another one does, or none can."""
+        """Make the folder, and keep others from writing there. Raises `error` if another one does, or none can."""
         if self.path.is_file():
             raise self.error(f"{self.path} is a file, expected {self.noun}, which is a folder, or nothing")
         try:
@@ -62,7 +62,7 @@ class LockedFolder:
             self.unlock()
 
     def check_held(self) -> None:
-        """Raise OSError where the folder is no longer the one that was locked: a disk may have gone, or come."""
+        """Raise OSError if the folder is no longer the one that was locked: a disk may have gone, or come."""
         assert self._lock is not None
         if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK)):
             raise OSError(errno.ESTALE, "it is no longer the folder that it was", os.fspath(self.path))

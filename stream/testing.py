@@ -13,7 +13,7 @@ def check(
 
     x, y          numbers, strings, arrays, tensors, or dicts, lists and tuples of them, of one structure; an
                   array equals a list of its items
-    decimals      digits after the point in which numbers agree, where neither `atol` nor `rtol` is given
+    decimals      digits after the point in which numbers agree, if neither `atol` nor `rtol` is given
     atol, rtol    how far numbers may differ: at most atol + rtol * |y|
     false         raise when the values are equal instead
     """

@@ -295,7 +295,7 @@ class ConnectorV2(metaclass=_PieceType):
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """One state made of those of several copies; unless overridden, the first one.
 
-        Where whole rollouts run in workers, it gets the newest state of each lane, again and again. Every lane goes on
+        If whole rollouts run in workers, it gets the newest state of each lane, again and again. Every lane goes on
         from the result, so what one state has from another must not count twice.
 
         Raises StateError if it is not overridden, and the states differ: all but one would be lost.

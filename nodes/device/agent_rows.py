@@ -13,13 +13,13 @@ from rollflow.stream.data.tree import Tree, map_tree
 class AgentRows:
     """An environment of VMAS as one of tensors any[N · A, ...]: N environments with A agents each, of one policy.
 
-    Row e · A + a is agent a of environment e. Where an environment ends, the episodes of all its agents do; it is reset
+    Row e · A + a is agent a of environment e. If an environment ends, the episodes of all its agents do; it is reset
     in the same step, for which its flags, bool[N], are copied to the host in each step.
 
     num_agents           A
     observation_space    of one agent, and so is `action_space`
 
-    Raises EnvError where agents have different spaces, and where time limits can't be told from terminations.
+    Raises EnvError if agents have different spaces, and if time limits can't be told from terminations.
     """
 
     def __init__(self, env: Any) -> None:

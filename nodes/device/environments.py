@@ -1,4 +1,4 @@
-"""A node that steps environments of tensors, whose lanes stay on their device where all pieces can work there."""
+"""A node that steps environments of tensors, whose lanes stay on their device if all pieces can work there."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ class DeviceEnvironments(Environments):
     device      of the environments
     is_there    whether lanes are on it, rather than of arrays
 
-    All else is as for `Environments`. Raises EnvError also where environments are on several devices.
+    All else is as for `Environments`. Raises EnvError also if environments are on several devices.
     """
 
     envs: Sequence[TorchEnvs]
@@ -42,9 +42,9 @@ class DeviceEnvironments(Environments):
     _in_tensors: Sequence[Any]
 
     def choose_memory(self, pipelines: Sequence[Iterable[ConnectorV2]], device: torch.device | None) -> None:
-        """Keep lanes on the device where every piece can work there; else have arrays, where that is allowed.
+        """Keep lanes on the device if every piece can work there; else have arrays, if that is allowed.
 
-        Raises ConnectorError where it is not, and ModuleError for a module on another device.
+        Raises ConnectorError if it is not, and ModuleError for a module on another device.
         """
         piece = next((piece for piece in pieces_within(*pipelines) if not piece.on_device), None)
         if piece is not None and not all(env.allow_host_copies for env in self.envs):

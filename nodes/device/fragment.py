@@ -38,7 +38,7 @@ class DeviceFragment(Fragment):
                                         observation: the one before stands in for it; else 0
 
     device             of the columns
-    last_rows          row of a step -> observations, a tree of tensors any[N, ...], the last ones where it ended an
+    last_rows          row of a step -> observations, a tree of tensors any[N, ...], the last ones if it ended an
                        episode
     versions           of the weights that each row's actions were computed with
     chosen_by          type of the distributions that actions are chosen by; None: the module gives them itself

@@ -43,7 +43,7 @@ class JaxEnvs(TorchEnvs):
     A slot begins anew in the step that ends its episode, whose last observation is recorded. A slot's keys follow from
     the rollout's seed. Tensors and JAX's arrays share memory, on the device that is JAX's default where this is made.
 
-    All else is as for `TorchEnvs`. Raises EnvError also where JAX is missing, or on a device that torch can't use.
+    All else is as for `TorchEnvs`. Raises EnvError also if JAX is missing, or on a device that torch can't use.
     """
 
     def __init__(self, env: Any, params: Any = None, *, num_envs: int, allow_host_copies: bool = False) -> None:

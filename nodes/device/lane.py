@@ -67,7 +67,7 @@ class DeviceEpisodes(LaneEpisodes):
 class DeviceLane(Lane):
     """A `Lane` of environments under SAME_STEP that step on a device; no infos are kept, and no data of pieces.
 
-    Where a step gives last observations it gives them of all slots: those of slots whose episodes go on mean nothing.
+    If a step gives last observations it gives them of all slots: those of slots whose episodes go on mean nothing.
     """
 
     ended: DeviceEpisodes | None  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class DeviceLane(Lane):
     @property
     @torch.inference_mode(False)
     def episode_start(self) -> Any:
-        """i64[N]: row of the first observation of each slot's episode, worked out where it is asked for."""
+        """i64[N]: row of the first observation of each slot's episode, worked out if it is asked for."""
         first, stop = self._counted, self.row - (self.ended is not None)
         if first != stop:
             self._counted, count = stop, stop - first

@@ -43,14 +43,14 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         observation_space,   of one slot; None: those of `env`, or what its observations say; an environment that is
         action_space         neither rsl_rl's nor gymnasium's needs `action_space`
         group                the one group of observations to be used; None: all of them, as a Dict space
-        allow_host_copies    whether each step may be copied to the host where the rollout can't stay on the device
+        allow_host_copies    whether each step may be copied to the host if the rollout can't stay on the device
 
     device             of all tensors
-    is_last_missing    whether `step` knew no last observations where episodes last ended
+    is_last_missing    whether `step` knew no last observations if episodes last ended
     num_agents         A, of slots that follow each other, and are agents of one environment; 1 but for VMAS
     last_extras        what the newest step gave beside its values: extras or infos. Rollouts record no infos of tensors
 
-    Observations are trees of tensors any[N, ...]. Where `env` gives last observations of ended episodes, as
+    Observations are trees of tensors any[N, ...]. If `env` gives last observations of ended episodes, as
     `infos["final_obs"]` or `infos["final_observation"]`, they are recorded; else the observation before stands for the
     last one, so that an estimate of a truncated episode's value is that of the observation before, as in rsl_rl.
 
@@ -144,7 +144,7 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
     def step_tensors(self, actions: Tree) -> Stepped:
         """Step with actions, a tree of tensors any[N, ...]: values, with bool flags, and no infos.
 
-        `final` has last observations, any[N, ...], which mean something where an episode ended; None: there are none.
+        `final` has last observations, any[N, ...], which mean something if an episode ended; None: there are none.
         Nothing is copied, and nothing is read from the device.
         """
         with self._no_grad:

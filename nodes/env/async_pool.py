@@ -48,7 +48,7 @@ class AsyncPool:
     deviations    of what it gives
     where         place, at the beginning of texts about those
 
-    Raises EnvError for another autoreset mode, for a wrapper, which `send` and `recv` would pass by, and where the
+    Raises EnvError for another autoreset mode, for a wrapper, which `send` and `recv` would pass by, and if the
     environments are not so many batches.
     """
 

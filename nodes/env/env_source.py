@@ -31,9 +31,9 @@ _MAKE_KEYWORDS = ("max_episode_steps", "disable_env_checker")  # of gymnasium.ma
 
 @dataclass(frozen=True, slots=True)
 class LaneMaker:
-    """Makes the vector environment of one lane, here or, where it `can_travel`, in another process.
+    """Makes the vector environment of one lane, here or, if it `can_travel`, in another process.
 
-    An id's own vectorized form is used where it has one; other environments are put side by side. A callable may make a
+    An id's own vectorized form is used if it has one; other environments are put side by side. A callable may make a
     vector environment, which is the lane by itself. Of an id's environments only the first has gymnasium's checks of
     how one behaves: each check costs a call in every step.
 
@@ -41,9 +41,9 @@ class LaneMaker:
     spec, makers,     an id's specification; callables, one for each slot; a vector environment that a user has made
     ready
     first_slot        number of the first slot, for errors
-    autoreset_mode    expected mode; None: SAME_STEP where they are put side by side, else their own
+    autoreset_mode    expected mode; None: SAME_STEP if they are put side by side, else their own
     is_counted        whether `num_envs` was asked for; else a vector environment has its own number
-    vector_lanes      lanes that were asked for, where only vector environments have so many; 0: all may
+    vector_lanes      lanes that were asked for, if only vector environments have so many; 0: all may
     """
 
     num_envs: int
@@ -79,9 +79,9 @@ class LaneMaker:
         return made
 
     def lane_env(self, deviations: Deviations, where: str = "", *, may_be_async: bool = False) -> Any:
-        """The vector environment as a lane takes it: a `LaneVectorEnv`, or an `AsyncPool` where that may be.
+        """The vector environment as a lane takes it: a `LaneVectorEnv`, or an `AsyncPool` if that may be.
 
-        Raises EnvError as `make`, and for an asynchronous pool where there may be none.
+        Raises EnvError as `make`, and for an asynchronous pool if there may be none.
         """
         made = self.make()
         with closing_on_error(made.close if self.can_travel else nothing):
@@ -114,7 +114,7 @@ class LaneMaker:
         return env
 
     def _checked(self, made: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-        """The vector environment that a callable has made. Raises EnvError where this lane has no place for it."""
+        """The vector environment that a callable has made. Raises EnvError if this lane has no place for it."""
         with closing_on_error(made.close):
             name = f"the vector environment that the callable for slot {self.first_slot} makes"
             _check_mode(made, self.autoreset_mode, name)
@@ -157,7 +157,7 @@ def _space_of(env: Any, attribute: str, name: str) -> gym.Space[Any]:
 def check_same_space(
     kind: str, space: gym.Space[Any], expected: gym.Space[Any], place: str, number: int, first: int = 0
 ) -> None:
-    """Raise EnvError where the environment of a lane or slot has another space than that of the first one."""
+    """Raise EnvError if the environment of a lane or slot has another space than that of the first one."""
     if space != expected:
         raise EnvError(
             f"environment of {place} {number}: its {kind} space is {space}, expected that of {place} {first}, "
@@ -189,7 +189,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def given_by(make: Callable[[], Any], where: str, kind: str) -> Any:
-    """Make something of a kind by a user's callable. Raises EnvError where the callable raises."""
+    """Make something of a kind by a user's callable. Raises EnvError if the callable raises."""
     with noted(f"in {where}"), refusing(f"{where}, expected to make {kind}, raised"):
         return make()
 
@@ -251,7 +251,7 @@ _MARKS = {  # how environments are stepped instead -> pairs of attributes that t
 
 
 def _in_tensors(*envs: Any) -> str:
-    """The end of an error about environments: what to write where one is of tensors, or in JAX."""
+    """The end of an error about environments: what to write if one is of tensors, or in JAX."""
     for each in envs:
         for instead, marks in _MARKS.items():
             if any(hasattr(each, one) and hasattr(each, other) for one, other in marks):
@@ -293,7 +293,7 @@ def is_ready(env: EnvSource) -> bool:
 
 
 def sizes_of(num_envs: int, lanes: int | None) -> list[int]:
-    """Slots of each lane, as even as possible; None: one lane. Raises EnvError where there are too few."""
+    """Slots of each lane, as even as possible; None: one lane. Raises EnvError if there are too few."""
     lanes = 1 if lanes is None else lanes
     for name, number in (("num_envs", num_envs), ("lanes", lanes)):
         if not is_whole(number):
@@ -327,7 +327,7 @@ def _spec_of(env_id: str) -> EnvSpec:
 
 
 def _versioned(module: str, name: str) -> str:
-    """The end of an error about an id without a version: the id of the newest one; empty where there is none."""
+    """The end of an error about an id without a version: the id of the newest one; empty if there is none."""
     try:
         namespace, name, version = parse_env_id(name)
     except gym.error.Error:

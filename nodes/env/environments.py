@@ -47,13 +47,13 @@ class OneAgent:
         return lane_makers(env, num_envs, lanes, mode)
 
     def envs_of(self, here: Sequence[LaneVectorEnv | AsyncPool]) -> Sequence[Any]:
-        """The environments of every lane. Raises EnvError where one stands in two places."""
+        """The environments of every lane. Raises EnvError if one stands in two places."""
         check_apart("slots", (env for each in here if isinstance(each.env, SideBySide) for env in each.env.envs))
         check_apart("lanes", (each.env for each in here))
         return [each.env for each in here]
 
     def parts_of(self, envs: Sequence[Any], firsts: Sequence[int], *asked: Any) -> tuple[AgentPart, ...]:
-        """The agent and its spaces. Raises EnvError where lanes differ."""
+        """The agent and its spaces. Raises EnvError if lanes differ."""
         spaces = envs[0].single_observation_space, envs[0].single_action_space
         for index, vector in enumerate(envs):
             check_same_space("observation", vector.single_observation_space, spaces[0], "lane", index)
@@ -94,12 +94,12 @@ class SeveralAgents:
         return agent_makers(env, num_envs, lanes)
 
     def envs_of(self, here: Sequence[LaneEnvs]) -> Sequence[Any]:
-        """The environments of every lane. Raises EnvError where two callables gave the same one."""
+        """The environments of every lane. Raises EnvError if two callables gave the same one."""
         check_apart("callables", (each for envs in here for each in envs.given))
         return here
 
     def parts_of(self, envs: Sequence[Any], firsts: Sequence[int], *asked: Any) -> tuple[AgentPart, ...]:
-        """The agents by their spaces. Raises EnvError where lanes differ, or other numbers were asked for."""
+        """The agents by their spaces. Raises EnvError if lanes differ, or other numbers were asked for."""
         for first_env, each in zip(firsts[1:], envs[1:], strict=True):
             with located(f"environment {first_env}"):
                 check_alike(agents_of(each), agents_of(envs[0]), 0)
@@ -171,10 +171,10 @@ class Environments(LaneSource):
                 has; or that make a `MultiAgentVectorEnv` each, one for each lane; or such a one, which is left open
         kind    of environments: with one agent each, or several
 
-    All else is as for `LaneSource`. An id's own vectorized form is used where it has one; other environments are
+    All else is as for `LaneSource`. An id's own vectorized form is used if it has one; other environments are
     stepped one by one. All three of gymnasium's autoreset modes give the same episodes.
 
-    Raises EnvError also where spaces have no columns, or an environment breaks the conventions.
+    Raises EnvError also if spaces have no columns, or an environment breaks the conventions.
     """
 
     may_be_async = True
@@ -216,7 +216,7 @@ def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
 
     infos    of the step; an entry `TAKEN_ACTION` has the action, in the environment's space
 
-    Raises EnvError where the environment's actions are not recorded as they are.
+    Raises EnvError if the environment's actions are not recorded as they are.
     """
     if not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.of_slots.get(0, ()):
         return
@@ -250,7 +250,7 @@ def agent_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[Agen
 
 
 def check_numbers(num_envs: int | None, lanes: int | None, made: Sequence[Any]) -> None:
-    """Raise EnvError where other numbers of environments or lanes were asked for than were made."""
+    """Raise EnvError if other numbers of environments or lanes were asked for than were made."""
     count = sum(envs.num_envs for envs in made)
     if num_envs not in (None, count) or lanes not in (None, len(made)):
         raise EnvError(

@@ -68,7 +68,7 @@ def actions_by_env(
 ) -> list[dict[Any, Any]]:
     """One dict per environment, agent -> action.
 
-    `acting` has, per part, the slots of those that must act; None: all. Raises EnvError where others are given.
+    `acting` has, per part, the slots of those that must act; None: all. Raises EnvError if others are given.
     """
     by_env: list[dict[Any, Any]] = [{} for _ in range(slots.num_envs)]
     for part, ((chosen, tree), expected) in enumerate(zip(actions, acting, strict=True)):
@@ -95,7 +95,7 @@ def _items(tree: Tree) -> Sequence[Any]:
 
 
 class MultiAgentEnvs:
-    """N dict environments that step one after the other, and are reset where their episode ends.
+    """N dict environments that step one after the other, and are reset if their episode ends.
 
         makers       one callable for each, which makes a `MultiAgentEnv`, one of RLlib's, or one of PettingZoo's
         first_env    the number of the first of them, in errors
@@ -137,7 +137,7 @@ class MultiAgentEnvs:
     def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], AgentInfos]:
         """Begin an episode in every environment, each with a seed of its own, or with the generators that there are.
 
-        Returns the first observations per part, and per environment agent -> info; () where all are empty.
+        Returns the first observations per part, and per environment agent -> info; () if all are empty.
         """
         first, infos = self._reset(np.arange(self.num_envs), seeds)
         self._set_acting()
@@ -190,7 +190,7 @@ class MultiAgentEnvs:
         self._slots.first_env = first_env
 
     def close(self) -> None:
-        """Close the environments, all of them, also where one raises."""
+        """Close the environments, all of them, also if one raises."""
         opened, self._opened = self._opened, []
         close_all(opened)
 
@@ -274,12 +274,12 @@ class MultiAgentEnvs:
 
 
 def made_by(make: Callable[[], Any], env: int) -> Any:
-    """The environment that a callable makes; `env` is its number, in errors. Raises EnvError where it raises."""
+    """The environment that a callable makes; `env` is its number, in errors. Raises EnvError if it raises."""
     return given_by(make, f"the callable for environment {env}", "a MultiAgentEnv")
 
 
 def _apart(env: Any) -> Any:
-    """The environment. Raises EnvError where it is many already."""
+    """The environment. Raises EnvError if it is many already."""
     if isinstance(env, MultiAgentVectorEnv):
         with closing_on_error(env.close):
             raise EnvError(
@@ -290,7 +290,7 @@ def _apart(env: Any) -> Any:
 
 
 def check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:
-    """Raise EnvError where an environment's agents or spaces are not those of the one with the number `first_env`."""
+    """Raise EnvError if an environment's agents or spaces are not those of the one with the number `first_env`."""
     if spaces.agents != first.agents:
         raise EnvError(
             f"its agents are {list(spaces.agents)}, expected those of environment {first_env}, {list(first.agents)}"
@@ -424,7 +424,7 @@ class ArrayEnvs:
         ]
 
     def _by_env(self, actions: Actions) -> list[Tree]:
-        """Actions any[N * A, ...] as any[N, A, ...]. Raises EnvError where they are not everybody's."""
+        """Actions any[N * A, ...] as any[N, A, ...]. Raises EnvError if they are not everybody's."""
         by_env = []
         for part, (size, (slots, tree)) in enumerate(zip(self._sizes, actions, strict=True)):
             if slots is not None:
@@ -437,7 +437,7 @@ class ArrayEnvs:
         return by_env
 
     def _flat(self, trees: Sequence[Tree], num_envs: int, name: str) -> list[Tree]:
-        """Observations any[E, A, ...] as any[E * A, ...]. Raises EnvError where they do not fit the spaces."""
+        """Observations any[E, A, ...] as any[E * A, ...]. Raises EnvError if they do not fit the spaces."""
         if len(trees) != len(self.parts):
             raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
         flat = []
@@ -514,7 +514,7 @@ class AgentLaneMaker:
     def lane_env(self, deviations: Deviations, where: str = "", *, may_be_async: bool = False) -> LaneEnvs:
         """The environments as a lane takes them: arrays, or a dict environment of each callable.
 
-        Their numbers say where they are. Raises EnvError where they can't be stepped together.
+        Their numbers say where they are. Raises EnvError if they can't be stepped together.
         """
         options: Any = {"first_env": self.first_slot, "deviations": deviations}
         if isinstance(self.makers, MultiAgentVectorEnv):

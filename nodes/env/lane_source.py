@@ -96,7 +96,7 @@ def nobody() -> None:
 
 
 class LaneSource:
-    """Node that steps the environments of some lanes, once: in this process, where a subclass does not do otherwise.
+    """Node that steps the environments of some lanes, once: in this process, if a subclass does not do otherwise.
 
         env                what environments are made of, or they themselves: see `EnvKind`
         kind               of environments: with one agent each, or several
@@ -105,7 +105,7 @@ class LaneSource:
         lookback           steps of the fragment before that each fragment begins with (H), unless `make_lanes` says it
         seed               of every environment
         slot_seeds         one seed for each environment, in the slots' order; None: they follow from `seed`
-        first_lane,        numbers of the first lane and environment, where other lanes of the rollout are elsewhere
+        first_lane,        numbers of the first lane and environment, if other lanes of the rollout are elsewhere
         first_slot
         autoreset_mode     of environments with one agent, as gymnasium takes it; None: SAME_STEP for those that are
                            made here of plain environments, and their own for all others
@@ -123,7 +123,7 @@ class LaneSource:
     has_fixed_lanes          True if no lane is added, and none but those that are set aside leaves
     listener                 is told of lanes that are lost, come and go: see `report_lanes_to`
     deviations               of what environments give: the first of each kind is logged
-    is_draining              True where lanes come back without a step, since no more are asked for
+    is_draining              True if lanes come back without a step, since no more are asked for
     call_times               of its calls, or of what lanes come back from
     may_wait                 whether steps may be waited for in the graph's thread: nothing else is to be done there
     has_own_thread           whether the graph runs in a thread that does nothing else
@@ -184,7 +184,7 @@ class LaneSource:
             self._check_slot_seeds()
 
     def share(self) -> None:
-        """Have lanes write where other processes on this host may look. Before the first step only."""
+        """Have lanes write if other processes on this host may look. Before the first step only."""
         if not self.is_shared:
             self._refuse_if_started("their memory")
             self.is_shared, self._lanes_fit = True, False
@@ -214,7 +214,7 @@ class LaneSource:
         self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
 
     def memory(self, index: int) -> LaneMemory | None:
-        """The memory of a lane's columns where its environments write to it themselves, else None."""
+        """The memory of a lane's columns if its environments write to it themselves, else None."""
         return None
 
     def choose_memory(self, pipelines: Sequence[Any], device: Any) -> None:
@@ -229,12 +229,12 @@ class LaneSource:
 
     @property
     def is_draining(self) -> bool:
-        """True where lanes come back without having made a step, since no more are asked for."""
+        """True if lanes come back without having made a step, since no more are asked for."""
         return False
 
     @property
     def lost_steps(self) -> int:
-        """Transitions that were under way where environments were lost: only workers and hosts are."""
+        """Transitions that were under way if environments were lost: only workers and hosts are."""
         return 0
 
     @property
@@ -270,7 +270,7 @@ class LaneSource:
     def begin_at(self, vector_steps: int) -> None:
         """Have lanes count on from so many vector steps, of a run that this one goes on with.
 
-        Raises ValueError for what is no whole number, 0 or more, and RunError where it runs already.
+        Raises ValueError for what is no whole number, 0 or more, and RunError if it runs already.
         """
         if self.is_started:
             raise RunError(f"the run was to begin at step {vector_steps!r}, but it runs already; expected that before")
@@ -339,7 +339,7 @@ class LaneSource:
         return lane
 
     def at_work(self, name: str) -> Iterable[Wait]:
-        """What the environments are at right now, where this node steps them in the graph's own thread."""
+        """What the environments are at right now, if this node steps them in the graph's own thread."""
         lane, resets = self._steps_lane, self._resets_lane
         remedy = "have it return, or end it by where='processes' or 'threads' with Timeouts(step=…)"
         if lane >= 0 and any(frame.name.rpartition(".")[2] == "reset" for frame in stack_of_thread(self._thread)):
@@ -351,7 +351,7 @@ class LaneSource:
             yield Wait(name, "call", "is in reset()", where=f"lane {resets}", limit="reset", remedy=remedy, calls=calls)
 
     def close(self) -> None:
-        """Close all environments that this node made itself, also where one raises."""
+        """Close all environments that this node made itself, also if one raises."""
         self.is_closed = True
         self._release()
         self._close_opened()
@@ -444,7 +444,7 @@ class LaneSource:
 
 
 def check_apart(places: str, envs: Iterable[Any]) -> None:
-    """Raise EnvError where an environment stands in two places: each steps it, and lanes may do so at the same time."""
+    """Raise EnvError if an environment stands in two places: each steps it, and lanes may do so at the same time."""
     first: dict[int, int] = {}
     for place, env in enumerate(envs):
         other = first.setdefault(id(env), place)

@@ -48,11 +48,11 @@ class MultiAgentEnv(gym.Env[Any, Any]):
         raise NotImplementedError
 
     def get_observation_space(self, agent: Any) -> gym.Space[Any]:
-        """The space of an agent's observations. Raises KeyError where there is none."""
+        """The space of an agent's observations. Raises KeyError if there is none."""
         return (self.observation_spaces or {})[agent]
 
     def get_action_space(self, agent: Any) -> gym.Space[Any]:
-        """The space of an agent's actions. Raises KeyError where there is none."""
+        """The space of an agent's actions. Raises KeyError if there is none."""
         return (self.action_spaces or {})[agent]
 
 
@@ -67,8 +67,8 @@ class AgentSpaces(NamedTuple):
 def agent_spaces(env: Any) -> AgentSpaces:
     """Agents and spaces of an environment: a `MultiAgentEnv`, RLlib's, or one that looks like them.
 
-    Without `possible_agents`, its `agents` are taken; where there are no dicts of spaces, it is asked for each agent's.
-    Raises EnvError where that leaves something open.
+    Without `possible_agents`, its `agents` are taken; if there are no dicts of spaces, it is asked for each agent's.
+    Raises EnvError if that leaves something open.
     """
     for method in ("reset", "step"):
         if not callable(getattr(env, method, None)):
@@ -212,7 +212,7 @@ class PettingZooEnv(_Adapter):
         return {agent: observation}, {agent: info}
 
     def step(self, actions: AgentDict) -> Told:  # type: ignore[override]  # of several agents
-        """Take the action of the agent whose turn it is. Raises EnvError where another's is given."""
+        """Take the action of the agent whose turn it is. Raises EnvError if another's is given."""
         env = self.env
         if [*actions] != [env.agent_selection]:
             raise EnvError(f"actions of {list(actions)}, expected one of agent {env.agent_selection!r}: it is its turn")
@@ -250,7 +250,7 @@ def adapted(env: Any) -> Any:
 def _with_all(
     terminateds: Mapping[Any, bool], truncateds: Mapping[Any, bool], env: Any
 ) -> tuple[dict[Any, bool], dict[Any, bool]]:
-    """The flags with those of "__all__": where the last agents ended in both ways, each has its own alone."""
+    """The flags with those of "__all__": if the last agents ended in both ways, each has its own alone."""
     is_over, some_truncated = not env.agents, any(truncateds.values())
     all_truncated = is_over and some_truncated and not any(terminateds.values())
     all_terminated = is_over and not some_truncated

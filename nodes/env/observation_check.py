@@ -69,7 +69,7 @@ class Deviations:
     def packed(self, fields: dict[str, Any], name: str = "value", sent: Callable[[], dict[str, Any]] = dict) -> bytes:
         """Fields with infos, as `pack` packs them, and the kept deviations; b"" where there are none of either.
 
-        sent    gives fields to be sent in place of those of the same names, where those can't be packed
+        sent    gives fields to be sent in place of those of the same names, if those can't be packed
 
         Entries of infos that can't be packed are left out. Raises ColumnError for anything else that can't be.
         """
@@ -103,7 +103,7 @@ class _Leaf:
 class ObservationCheck:
     """The check of observations of one space.
 
-    Observations of another structure or shape are passed over: they are refused where they are written.
+    Observations of another structure or shape are passed over: they are refused if they are written.
 
     space         of one observation
     deviations    collects what is found
@@ -222,7 +222,7 @@ def _limits(space: gym.Space[Any]) -> _Leaf:
 
 
 def refuse_misfit(env: VectorEnv[Any, Any, Any], error: Exception) -> None:
-    """Raise EnvError where `error` came from an observation that a slot of a `SyncVectorEnv` gave; else do nothing."""
+    """Raise EnvError if `error` came from an observation that a slot of a `SyncVectorEnv` gave; else do nothing."""
     if not isinstance(env.unwrapped, SyncVectorEnv):
         return
     observations: Sequence[Tree] = getattr(env.unwrapped, "_env_obs", ())  # gymnasium keeps them nowhere else
@@ -255,7 +255,7 @@ def kind_of(value: Any) -> str:
 
 
 def misfit_of(space: Any, observation: Tree) -> str | None:
-    """The reason why an observation `any[...]` has no place in a column of its space; None where it has one."""
+    """The reason why an observation `any[...]` has no place in a column of its space; None if it has one."""
     if not is_columnar(space):
         return None
     try:
@@ -308,7 +308,7 @@ class ObservationRows:
 
 
 def _rows(values: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """The values as one array; None where they don't all fit."""
+    """The values as one array; None if they don't all fit."""
     try:
         rows = np.array(values)
         check_range(rows, dtype, "an observation")
@@ -320,7 +320,7 @@ def _rows(values: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -
 
 
 def rewards_of(rewards: Sequence[Any], named: Callable[[int], str] = "slot {}".format) -> NDArray[Any]:
-    """The rewards of all slots as an array number[N]. Raises EnvError, with the slot's name, where one is no number."""
+    """The rewards of all slots as an array number[N]. Raises EnvError, with the slot's name, if one is no number."""
     try:
         array = np.array(rewards)
         if array.ndim == 1 and array.dtype.kind in "fiub":

@@ -1,7 +1,7 @@
 """One vector step, in any autoreset mode, as a lane records it.
 
 All three of gymnasium's modes come to the same episodes. Under NEXT_STEP the step after an end only resets: a lane
-assumes it where a step gives no last observations.
+assumes it if a step gives no last observations.
 """
 
 import logging
@@ -69,7 +69,7 @@ class SideBySide(SyncVectorEnv):
     """Plain environments that rollflow has put side by side: no other code steps or closes them."""
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close every environment, also where one raises; then raise the first error."""
+        """Close every environment, also if one raises; then raise the first error."""
         self.closed = True  # no more is done for those that can't be closed
         close_all((f"the environment in slot {slot}", env.close) for slot, env in enumerate(self.envs))
 
@@ -155,7 +155,7 @@ class LaneVectorEnv:
         self.env.close()
 
     def _note_tensors(self, observations: Tree) -> None:
-        """Note that observations are tensors. Raises EnvError where they are not in this machine's memory."""
+        """Note that observations are tensors. Raises EnvError if they are not in this machine's memory."""
         tensors = [leaf for leaf in leaves_of(observations) if library_of(leaf) is not np]
         self._gives_tensors = bool(tensors)
         away = next((leaf for leaf in tensors if leaf.device.type != "cpu"), None)
@@ -245,7 +245,7 @@ def takes_one_seed(env: VectorEnv[Any, Any, Any]) -> bool:
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """The environment's mode. Raises EnvError where its metadata have none."""
+    """The environment's mode. Raises EnvError if its metadata have none."""
     mode = env.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
         tensors = "; for an environment of tensors write TorchEnvs(env)" if hasattr(env, "device") else ""
@@ -348,7 +348,7 @@ def joiner_of_slots(space: gym.Space[Any]) -> Callable[[Sequence[int], Sequence[
 
 
 def _vector_infos(infos: Sequence[Any], named: Named = "slot {}".format) -> Mapping[str, Any]:
-    """Infos of every slot, each as its environment gave it; {} where all are empty. Raises EnvError for no dict."""
+    """Infos of every slot, each as its environment gave it; {} if all are empty. Raises EnvError for no dict."""
     try:
         return SlotInfos(infos) if any(infos) else {}
     except (TypeError, ValueError):
@@ -454,7 +454,7 @@ def _begun_anew(
 
 
 def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
-    """The structure of observations in a space, where an environment may give lists for arrays."""
+    """The structure of observations in a space, if an environment may give lists for arrays."""
     return structure_of(item_of(space) if is_columnar(space) else 0)
 
 

@@ -62,7 +62,7 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
     asked            what has no action yet; None: all have
     is_waiting       whether a call waits for that action
 
-    The lane's thread calls `reset` and `step`, which wait for the program; that calls `log` and `action_of`. Where
+    The lane's thread calls `reset` and `step`, which wait for the program; that calls `log` and `action_of`. If
     nobody wants the rest of an episode any more, since the rollout was started anew, what is left of it is another
     episode.
     """
@@ -233,7 +233,7 @@ class ExternalEnv(ClosedOnExit):
             self._thread.start()
 
     def start_episode(self, episode_id: EpisodeId | None = None) -> EpisodeId:
-        """Begin an episode; its id. Raises EnvError for an id that is there, and where too many are being played."""
+        """Begin an episode; its id. Raises EnvError for an id that is there, and if too many are being played."""
         with self._lock:
             made = next(self._numbers) if episode_id is None else episode_id
             if made in self._episodes:
@@ -251,7 +251,7 @@ class ExternalEnv(ClosedOnExit):
         """The action for an observation, any[...]: an item of the action space.
 
         Raises EnvError for an unknown episode, for an observation outside of the space, and once the rollout has ended;
-        TimeoutError where no action comes in time: another call with the same observation waits for it again.
+        TimeoutError if no action comes in time: another call with the same observation waits for it again.
         """
         return self._ask(episode_id, observation, {})
 

@@ -92,7 +92,7 @@ class HostKeeper:
         return [reason for reason in dict.fromkeys(reasons) if reason]
 
     def check(self, *, is_first: bool) -> None:
-        """Raise EnvError where hosts can't be kept alive. From any thread.
+        """Raise EnvError if hosts can't be kept alive. From any thread.
 
         is_first    whether no rollout has begun: then one host that fails again says that all will
         """
@@ -138,7 +138,7 @@ class HostKeeper:
         self._remind(self._launcher.waits(running))
 
     def _remind(self, waits: str) -> None:
-        """Log what hosts wait for, where that takes long."""
+        """Log what hosts wait for, if that takes long."""
         self._waits = waits
         if not waits:
             self._waiting = None
@@ -168,7 +168,7 @@ class OnProcesses:
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
 
     The environment, module and connectors of the rollout must be what can be pickled: an id, or classes and functions
-    that hold nothing that can't be. A host that dies is started again. All end with the rollout, also where its process
+    that hold nothing that can't be. A host that dies is started again. All end with the rollout, also if its process
     is killed.
 
     Raises ValueError for numbers that are none, or too small.
@@ -201,10 +201,10 @@ class OnRay:
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
 
     The rest is as for `OnProcesses`. Ray is used as the program has initialized it, or initializes itself. It carries
-    the call of a host, with the environment, the module and the rollout's secret in it, by its store where that is
+    the call of a host, with the environment, the module and the rollout's secret in it, by its store if that is
     large: whoever can read what Ray holds can dial the rollout. Fragments and weights go through a connection to it.
 
-    Raises EnvError where Ray is not installed, WireError for an address that is none, and ValueError for numbers that
+    Raises EnvError if Ray is not installed, WireError for an address that is none, and ValueError for numbers that
     are none, or too small, for another strategy, and for an address that can't be dialled.
     """
 

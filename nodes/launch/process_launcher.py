@@ -90,7 +90,7 @@ class ProcessLauncher:
 
     preload    module that takes long to import: see `WorkerProcess`
 
-    None of its programs outlives the process that has it, not even where that process is killed.
+    None of its programs outlives the process that has it, not even if that process is killed.
     """
 
     def __init__(self, preload: str | None = None) -> None:

@@ -57,7 +57,7 @@ class RayProgram:
         return self.wait(0.0)
 
     def wait(self, timeout: float) -> str | None:
-        """Wait until it has ended, for so many seconds at most: its `end`. Raises RunError where Ray was shut down."""
+        """Wait until it has ended, for so many seconds at most: its `end`. Raises RunError if Ray was shut down."""
         if not ray.is_initialized():
             raise RunError("Ray was shut down, expected it to last as long as the rollout")
         if self._ended is None and ray.wait([self._serving], timeout=timeout)[0]:

@@ -23,7 +23,7 @@ class Figure:
     """One line of the table of names.
 
     name        as it is logged; `{label}` stands for one name of many: a stage, a cause, a module
-    exported    as Prometheus has it, where the label is a label, and a counter's name ends in `_total`
+    exported    as Prometheus has it, if the label is a label, and a counter's name ends in `_total`
     kind        "counter": it only grows; "gauge": it goes up and down
     text        the meaning, with its unit
     """

@@ -118,7 +118,7 @@ class RunLog(abc.ABC):
             self._make_rows()
 
     def _make_rows(self) -> None:
-        """Start the thread that makes rows, where there is a destination for them."""
+        """Start the thread that makes rows, if there is a destination for them."""
         if not self.writers or self._thread is not None:
             return
         arguments = (weakref.ref(self), self.writers, self._stopping, self._options.every)

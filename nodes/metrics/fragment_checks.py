@@ -66,7 +66,7 @@ class FragmentChecks:
         self._bytes = 0  # of the fragment that was looked at last
 
     def __call__(self, fragment: AnyFragment) -> None:
-        """Count a fragment, and look at it where that is asked for."""
+        """Count a fragment, and look at it if that is asked for."""
         self._given[fragment.lane] = fragment.sequence + 1
         self._count += 1
         parts: Any = getattr(fragment, "parts", (fragment,))

@@ -256,7 +256,7 @@ class JointRaces:
 
 
 class TensorRaces:
-    """`Races` in tensors, where a generator of torch draws: for one lane, whose vector steps are alike."""
+    """`Races` in tensors, if a generator of torch draws: for one lane, whose vector steps are alike."""
 
     __slots__ = ("_drawn", "_generator")
 
@@ -357,7 +357,7 @@ class Bernoulli:
         return Deterministic(_shaped(self.logits > 0, self._shape, torch.int8), self.logits.shape[:-1])
 
     def _expected(self, one: Tensor, zero: Tensor) -> Tensor:
-        """Expected sum over all bits, f32[B], where a one counts `one` and a zero counts `zero`, f32[B, D] each."""
+        """Expected sum over all bits, f32[B], if a one counts `one` and a zero counts `zero`, f32[B, D] each."""
         chances = torch.stack([self.logits.sigmoid(), torch.sigmoid(-self.logits)])
         return (chances * torch.stack([one, zero]).masked_fill(chances == 0.0, 0.0)).sum((0, -1))
 

@@ -82,7 +82,7 @@ class FlatForward:
                    place. None: `forward` does the same at every call, and may be rounded otherwise
         reason     why a pass is not replayed, so that `forward` is called instead; None: all can be
 
-    Called where torch records no gradients. Weights may be changed in place at any time. A pass can't be recorded if it
+    Called if torch records no gradients. Weights may be changed in place at any time. A pass can't be recorded if it
     reads elements of a tensor in Python, or returns anything but tensors. A watched module is replayed no more, for
     good, after one pass that can't be, or a change of what its passes read beside weights: of a layer, a setting, a
     function's code. Torch itself is taken to stay as it is.

@@ -212,13 +212,13 @@ def fragment_of(
     *,
     is_checked: bool = True,
 ) -> Fragment:
-    """The fragment in a message, its columns where they came; read-only.
+    """The fragment in a message, its columns if they came; read-only.
 
     spaces        that its observations may be in, the same at both ends
     lost          why the environments were lost before it; None: they were not
     is_checked    whether the sender may be anybody
 
-    Raises WireError where it is none.
+    Raises WireError if it is none.
     """
     with _refusing("it is no fragment"):
         fragment: Fragment = _begun(message.lane, message.columns, message.rest, layout, spaces, is_checked=is_checked)
@@ -235,7 +235,7 @@ def fragment_of(
 def agents_of_message(
     message: wire.Fragment, spaces: Sequence[PartSpaces], lost: str | None = None
 ) -> MultiAgentFragment:
-    """The fragment in a message, its columns where they came; read-only. Raises WireError where it is none.
+    """The fragment in a message, its columns if they came; read-only. Raises WireError if it is none.
 
     lost    why the environments were lost before it; None: they were not
     """
@@ -258,7 +258,7 @@ def agents_of_message(
 
 
 def layout_in(entries: Any, action_space: gym.Space[Any]) -> FragmentLayout:
-    """The layout of `layout_entries`. Raises WireError where it is none."""
+    """The layout of `layout_entries`. Raises WireError if it is none."""
     told = _LAYOUT(entries, "layout")
     ids = EpisodeIds(told.pop("episodes"))
     return FragmentLayout(**told, action_space=action_space, episode_id=ids)
@@ -289,7 +289,7 @@ def _begun(
 ) -> Any:
     """A fragment of which nothing is known but its columns, and how its episodes began.
 
-    is_checked    whether to raise WireError where columns or rest make no sense
+    is_checked    whether to raise WireError if columns or rest make no sense
     spare         rows that are behind the others in all columns but the observations
     kind, more    class of the fragment, and further arguments of it
     """
@@ -307,7 +307,7 @@ def _begun(
 def _check_columns(
     columns: Mapping[str, Column], layout: FragmentLayout, rows: int, space: gym.Space[Any], spare: int
 ) -> None:
-    """Raise WireError where columns are not those of so many rows, and so many more, with observations in a space."""
+    """Raise WireError if columns are not those of so many rows, and so many more, with observations in a space."""
     slots, most = layout.num_slots, layout.lookback + rows
     for name, column in columns.items():
         expected = most + (1 if name == Columns.OBS else spare)
@@ -347,7 +347,7 @@ def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
 
 
 def check_form(form: Mapping[str, Tree], known: Mapping[str, Tree]) -> None:
-    """Raise WireError where columns are others, or of another form, than in the fragments before."""
+    """Raise WireError if columns are others, or of another form, than in the fragments before."""
     if form.keys() != known.keys():
         raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
     for name, each in form.items():
@@ -402,7 +402,7 @@ def _clock_in(rest: Mapping[str, Any], layout: FragmentLayout) -> EnvClock:
 def _part_in(
     message: wire.Fragment, index: int, spaces: PartSpaces, layout: FragmentLayout, clock: EnvClock
 ) -> AgentFragment:
-    """One part's fragment. Raises WireError where it makes no sense."""
+    """One part's fragment. Raises WireError if it makes no sense."""
     told, entries, part = message.columns["parts"][index], message.rest["parts"][index], spaces.part
     slots, rows = layout.num_slots * len(part.agents), entries["num_rows"]
     assert isinstance(layout.episode_id, EpisodeIds)

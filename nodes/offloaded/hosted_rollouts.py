@@ -76,7 +76,7 @@ class HostedLane(RemoteLane):
 
     @property
     def has_no_step(self) -> bool:
-        """True where it makes no step: its host may come back with what was made, as long as it has not left."""
+        """True if it makes no step: its host may come back with what was made, as long as it has not left."""
         return self.phase is not LanePhase.STEPPING or self.is_in_vain
 
     def lose(self, reason: str) -> int:
@@ -223,7 +223,7 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
                 told[module_id] = version
 
     def _begun_settings(self) -> Settings:
-        """The rollout's settings; when it begins, the first weights are published where none were."""
+        """The rollout's settings; when it begins, the first weights are published if none were."""
         if self._settings is None:
             settings = RolloutSettings.of(
                 self.acting,

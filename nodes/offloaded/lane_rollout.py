@@ -71,7 +71,7 @@ class _OneLane(LaneSource):
 
 
 class Drained(BaseException):
-    """Raised by `between` where what there is of the fragment is wanted now; the turn after it goes on from there."""
+    """Raised by `between` if what there is of the fragment is wanted now; the turn after it goes on from there."""
 
 
 class LaneRollout:
@@ -209,7 +209,7 @@ def _first_noted(
 ) -> Callable[[Any], Any]:
     """The node of forward passes, which reports the first.
 
-    ended    called once it has ended, also where it raises
+    ended    called once it has ended, also if it raises
     began    called once it is done
     """
     is_first = True
@@ -232,7 +232,7 @@ def _first_noted(
 class _Turns:
     """A gate before the forward pass: lets the lane begin a fragment whenever one is wanted, and go on with it.
 
-    between    raises Drained where it is to be held; it passes again once a fragment is wanted
+    between    raises Drained if it is to be held; it passes again once a fragment is wanted
     """
 
     def __init__(self, between: Callable[[], None]) -> None:

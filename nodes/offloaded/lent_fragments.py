@@ -123,7 +123,7 @@ def _local_dtype(array: NDArray[Any]) -> str:
 
 
 def _lent(array: NDArray[Any]) -> NDArray[Any]:
-    """An array any[...], or its bytes u8[..., itemsize] where it can't be lent as it is."""
+    """An array any[...], or its bytes u8[..., itemsize] if it can't be lent as it is."""
     if not _local_dtype(array):
         return array
     plain = np.ascontiguousarray(array)

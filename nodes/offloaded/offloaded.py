@@ -26,7 +26,7 @@ from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 class TurnToken:
     """Token that goes round in place of a lane that is somewhere else: each turn of it is a fragment.
 
-    fragment    that it came back with; None where it has none
+    fragment    that it came back with; None if it has none
     steps_under_way    transitions of a vector step, at most
     step        the run's vector step at which its next fragment begins, by which schedules go
     """
@@ -46,7 +46,7 @@ class TurnToken:
         self.fragment = None
 
     def lose(self, reason: str, *, is_under_way: bool) -> int:
-        """Lose nothing: where a lane is lost between two turns, its rollout has told of all that it made."""
+        """Lose nothing: if a lane is lost between two turns, its rollout has told of all that it made."""
         return 0
 
     def cut(self) -> Fragment | MultiAgentFragment:
@@ -196,7 +196,7 @@ class OffloadedRollouts(LaneSource):
 
         is_checked    whether the fragment comes from another host
 
-        Raises WireError where it is no fragment, or its columns have other forms than in the fragments before.
+        Raises WireError if it is no fragment, or its columns have other forms than in the fragments before.
         """
         fragment = self._fragment_in(message, remote.seed, remote.lost, is_checked=is_checked)
         remote.steps += report["steps"] - remote.reported

@@ -81,9 +81,9 @@ class RolloutSession:
             self.fresh.clear()
 
     def publish(self, version: int, weights: dict[str, Any], module_id: str | None = None) -> None:
-        """Use these weights from the next forward pass on; the id is None where there is one module.
+        """Use these weights from the next forward pass on; the id is None if there is one module.
 
-        Raises ModuleError where they are not the module's.
+        Raises ModuleError if they are not the module's.
         """
         module = DEFAULT_MODULE_ID if module_id is None else module_id
         with self.changed:
@@ -124,10 +124,10 @@ class LaneSession:
 
 
 class RolloutLane:
-    """Environments, connectors and a module of one lane. Raises EnvError where environments can't be made.
+    """Environments, connectors and a module of one lane. Raises EnvError if environments can't be made.
 
     maker    of the environments
-    act      gives what is to act in them, and how, by the rollout's settings; raises where the two don't fit
+    act      gives what is to act in them, and how, by the rollout's settings; raises if the two don't fit
 
     env        as they are now: made again when a rollout begins after they have raised
     session    with the rollout that there is
@@ -162,7 +162,7 @@ class RolloutLane:
     # Called where the environments are
 
     def answer(self, turn: Turn, session: LaneSession) -> Fragment | Failed | None:
-        """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
+        """Make a fragment; None if the session is over. Raises what the module or a connector raises."""
         told = session.told
         with told.changed:
             told.changed.wait_for(lambda: self.session is not session or told.is_equipped)
@@ -271,13 +271,13 @@ class RolloutHost(Host):
 
     role    "agent_rollout" where an environment has several agents, else "rollout"
 
-    Nothing but numbers and names comes over the wire: where modules or connectors are not those of the rollout, the
+    Nothing but numbers and names comes over the wire: if modules or connectors are not those of the rollout, the
     gateway is told so, and `connect` raises.
 
     Leave it by `with`, or `close` it: this ends the threads, in the middle of their fragments, and closes the
     environments.
 
-    Raises EnvError where environments can't be made, or lanes differ.
+    Raises EnvError if environments can't be made, or lanes differ.
     """
 
     report_s: float = 0.25
@@ -355,7 +355,7 @@ class RolloutHost(Host):
             self._fatal = error if is_ours else WireError(f"{news.kind}: {type(error).__name__}: {error}")
 
     def _report(self, connection: HostConnection) -> None:
-        """Tell the gateway how far the lanes are, where that has changed."""
+        """Tell the gateway how far the lanes are, if that has changed."""
         now = monotonic()
         if now - self._reported_at < self.report_s:
             return

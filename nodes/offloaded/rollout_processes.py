@@ -154,7 +154,7 @@ class RolloutLink(LaneLink):
 
     @property
     def under_way(self) -> tuple[str, float] | None:
-        """The stage whose call is under way in the worker, and for how many seconds; None where there is none."""
+        """The stage whose call is under way in the worker, and for how many seconds; None if there is none."""
         if self._progress is None:
             return None
         since, number = self._progress[MARK].tolist()
@@ -210,7 +210,7 @@ class RolloutLink(LaneLink):
 
     @property
     def has_no_step(self) -> bool:
-        """True where the lane would have to be made or reset before it could come back with a step."""
+        """True if the lane would have to be made or reset before it could come back with a step."""
         # A worker says that it gets on with something before it looks for what it has been told: one that has not said
         # so by now will find that it is to end, and make no step.
         return super().has_no_step and not (self.phase is LanePhase.RESETTING and self.pulse)

@@ -52,7 +52,7 @@ class RolloutSettings:
         )
 
     def check(self, acting: AnyActing, name: str) -> None:
-        """Raise ModuleError or ConnectorError where a host's modules or pieces are others than the rollout's."""
+        """Raise ModuleError or ConnectorError if a host's modules or pieces are others than the rollout's."""
         for module_id, kind in self.module.items():
             if (named := type(acting.by_id[module_id][0]).__name__) != kind:
                 raise ModuleError(
@@ -68,7 +68,7 @@ class RolloutSettings:
                 )
 
     def check_given(self, modules: Mapping[str, Any], name: str) -> None:
-        """Raise ModuleError where a host was given other modules, or none, and the rollout has some of its own."""
+        """Raise ModuleError if a host was given other modules, or none, and the rollout has some of its own."""
         if modules.keys() != self.module.keys():
             raise ModuleError(
                 f"host {name} has the modules {sorted(modules)}, expected those of the rollout: {sorted(self.module)}"

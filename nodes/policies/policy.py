@@ -692,7 +692,7 @@ class Policy:
     ) -> Batch:
         """All columns, any[N, ...], of a pass over the next observation of each of the lane's sessions.
 
-        Where nothing is remembered and the default pieces alone are around the module, observations don't go through
+        If nothing is remembered and the default pieces alone are around the module, observations don't go through
         a lane, which takes two thirds of the time for one environment.
 
         observations, rewards, infos    as `SessionLane.take_observations` takes them; observations in new memory

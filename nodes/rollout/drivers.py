@@ -106,7 +106,7 @@ class InlineDriver(_RingDriver):
         self._is_left = False
 
     def start(self) -> None:
-        """Have the environments reset, and the first actions made. Raises RunError where it was closed meanwhile."""
+        """Have the environments reset, and the first actions made. Raises RunError if it was closed meanwhile."""
         with self._at_work:
             self._drive(self.run.__enter__)
             if self._is_left:
@@ -167,7 +167,7 @@ class InlineDriver(_RingDriver):
     def close(self, error: BaseException | None) -> None:
         """Close the nodes, once the reader's thread is done with the item that it is at.
 
-        Where that hangs, the reader's thread closes them when it comes back, which is logged.
+        If that hangs, the reader's thread closes them when it comes back, which is logged.
         """
         self._is_closed = True
         self.run.interrupt()

@@ -56,7 +56,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         agent_to_module_mapping_fn  None     Agent id -> module id: a dict, or a function of the agent's id and its
                                              episode, of which there is the `id_`. It is asked whenever an agent begins
                                              an episode, and before the first to find out spaces. None: the agent's own
-                                             module where there is one with its id, else "default_policy". All agents of
+                                             module if there is one with its id, else "default_policy". All agents of
                                              a module have the same spaces.
         modules_to_train            None     Ids of the modules that batches are made for. None: all.
         explore                     True     Whether actions are sampled; or a dict, module id -> whether its are.
@@ -108,7 +108,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     loops `batches()`, `fragments()`; `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an
     earlier run; `report`, `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
 
-    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
+    Raises EnvError, ModuleError, ConnectorError or ValueError if an argument can't be worked with.
     """
 
     module: MultiRLModule
@@ -136,8 +136,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.
 
-        Returns False where the modules have that version already, or a newer one; nothing changes then. Raises
-        ModuleError as `publish` does, and where weights are not of all modules that `be_published_elsewhere` named.
+        Returns False if the modules have that version already, or a newer one; nothing changes then. Raises
+        ModuleError as `publish` does, and if weights are not of all modules that `be_published_elsewhere` named.
         """
         self._acting.check_elsewhere(weights)
         if version <= self.version_elsewhere:
@@ -169,9 +169,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def policy(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
         """The policy that acts for an agent, as `Rollout.policy` gives it; each of its sessions is one agent.
 
-            module_id    None: of the module that the agent is mapped to; to be named where that is up to the episode
+            module_id    None: of the module that the agent is mapped to; to be named if that is up to the episode
 
-        Raises PolicyError for an unknown agent, and where `joint_connector` pieces see all agents together.
+        Raises PolicyError for an unknown agent, and if `joint_connector` pieces see all agents together.
         """
         return self._policies.of(agent, module_id, **options)
 
@@ -189,7 +189,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             agent        whose policy is saved; None: those of all modules, in `path / module_id` each
             module_id    as for `policy`; without an agent, the module whose policy is saved
 
-        Raises PolicyError as `policy` does, and ModuleError where no agent is known that a module serves.
+        Raises PolicyError as `policy` does, and ModuleError if no agent is known that a module serves.
         """
         save_all(self._policies.to_save(Path(path), agent, module_id, explore=explore), **options)
 
@@ -209,7 +209,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
             explore    whether its actions are sampled; None: as the rollout was given it
 
-        It is not trained where `modules_to_train` was given. Under the id of one that was removed its policy versions
+        It is not trained if `modules_to_train` was given. Under the id of one that was removed its policy versions
         go on from there; agents that the removed one serves keep that until their episodes end, and batches have the
         rows of both. Raises ModuleError for an id that is taken, and for a module whose initial state is not like that
         of the one that was removed.
@@ -242,7 +242,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     # Inside
 
     def _check_may_change(self, module_id: Any) -> None:
-        """Raise ModuleError where a module can't come or go: others have to know of it."""
+        """Raise ModuleError if a module can't come or go: others have to know of it."""
         if self.learner.would_train(module_id):
             self._acting.check_may_change(module_id)
         if isinstance(self.environments, OffloadedRollouts) and self.environments.is_started:

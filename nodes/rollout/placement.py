@@ -136,7 +136,7 @@ def place(
 def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any:
     """The node that steps the environments, in as many lanes as suit the place where `lanes` is None.
 
-    Raises ValueError for another `where`, for `workers` where there are none, and for a list of seeds where hosts say
+    Raises ValueError for another `where`, for `workers` if there are none, and for a list of seeds if hosts say
     how many slots there are.
     """
     where, lanes, workers = asked.where, asked.lanes, asked.workers

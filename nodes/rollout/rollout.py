@@ -42,7 +42,7 @@ class Rollout(RolloutLoop[Fragment]):
     Environments
     env                                An id, a callable or a list of them, or vector environments: see `Environments`.
                                        `RemoteEnvs` or `RemoteRollouts` for those on other hosts, which are waited for
-    env_kwargs               None      Keywords for `gymnasium.make`, where `env` is an id
+    env_kwargs               None      Keywords for `gymnasium.make`, if `env` is an id
     num_envs                 None      Slots in all; None: taken from `env`, or one
     lanes                    None      Groups of slots that step on their own; None: as many as suit the place
     where                    "inline"  Where environments step:
@@ -68,7 +68,7 @@ class Rollout(RolloutLoop[Fragment]):
     model_config             None      Of the default module: a `DefaultModelConfig`, or a dict of its fields
     explore                  True      Sample actions, by `forward_exploration`; False: take the likeliest
     env_to_module_connector  None      `lambda env: piece or list of pieces`, put before the default ones. `env` is the
-                                       first lane's vector environment. Where that is in another process, `env` has its
+                                       first lane's vector environment. If that is in another process, `env` has its
                                        spaces, `num_envs` and autoreset mode
     module_to_env_connector  None      `lambda env: piece or list of pieces`, put among the default ones
     learner_connector        None      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
@@ -122,7 +122,7 @@ class Rollout(RolloutLoop[Fragment]):
     for which its stages run in a thread, or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`,
     with the port `fragments`. It runs once.
 
-    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with, and TypeError for
+    Raises EnvError, ModuleError, ConnectorError or ValueError if an argument can't be worked with, and TypeError for
     a keyword that there is not.
     """
 
@@ -180,9 +180,9 @@ class Rollout(RolloutLoop[Fragment]):
     def evaluate(self, env: EnvMaker | None = None, episodes: int = 100, **options: Any) -> Evaluation:
         """Play whole episodes with the policy that acts now: see `Policy.evaluate`, whose options are taken.
 
-        env    None: that of the rollout, where it was given as an id or a function
+        env    None: that of the rollout, if it was given as an id or a function
 
-        Raises PolicyError where such environments can't be made one by one.
+        Raises PolicyError if such environments can't be made one by one.
         """
         made = env_to_evaluate(self._env, "the rollout was given", may_be_id=True) if env is None else env
         return self.policy().evaluate(made, episodes, **options)
@@ -233,7 +233,7 @@ class Rollout(RolloutLoop[Fragment]):
 class ReturnsCheck:
     """Finds returns that are the same from the first on, to the last digit, while the policy changes.
 
-    Where they have changed once, nothing is said any more: a policy that has learnt may well have one return.
+    If they have changed once, nothing is said any more: a policy that has learnt may well have one return.
 
     returns    has the last finished episodes' returns, and the count of all
     """
@@ -244,7 +244,7 @@ class ReturnsCheck:
         self._has_changed = False
 
     def signs(self, version: int) -> Sequence[Sign]:
-        """A text where all returns that were looked at are one number, through many versions.
+        """A text if all returns that were looked at are one number, through many versions.
 
         version    published last
         """
@@ -275,7 +275,7 @@ class PublishCheck:
         self._at_first = self._changes()
 
     def signs(self, version: int, batches: int) -> Sequence[Sign]:
-        """A text where the module has changed, and the rollout acts with the weights that it began with.
+        """A text if the module has changed, and the rollout acts with the weights that it began with.
 
         version    published last; 0: none was
         batches    that were handed out

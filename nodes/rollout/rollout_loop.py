@@ -132,7 +132,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """Have lanes for the pipelines as they are."""
 
     def _check_fits(self) -> None:  # several agents have nothing to check
-        """Raise ModuleError where its parts don't fit together: nothing has begun yet."""
+        """Raise ModuleError if its parts don't fit together: nothing has begun yet."""
 
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
@@ -141,7 +141,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def be_drawn_anew(self) -> None:
         """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.
 
-        Raises GraphError where it runs, or has run.
+        Raises GraphError if it runs, or has run.
         """
         if self._state != "new" or self.environments.is_started:
             raise GraphError(
@@ -218,7 +218,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def start(self) -> Self:
         """Begin to run, as `with rollout:` does, for a run that spans cells of a notebook; `close()` ends it.
 
-        Returns the rollout. Raises RunError where it has been started, or closed, before.
+        Returns the rollout. Raises RunError if it has been started, or closed, before.
         """
         return self.__enter__()
 
@@ -226,7 +226,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """End the run, as the end of `with rollout:` does, and close the environments; again does nothing.
 
         From any thread. A loop over the rollout raises RunError then; after `drain()` it ends by itself. A rollout that
-        was never started closes its environments. Raises what the run raised and no loop has, and RunError where an
+        was never started closes its environments. Raises what the run raised and no loop has, and RunError if an
         `async with` or a graph's run is to close it.
         """
         if self._state == "running" and self._is_async:
@@ -295,7 +295,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def hold_back(self, gate: Gate) -> None:
         """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.
 
-        Raises GraphError where the graph has it already.
+        Raises GraphError if the graph has it already.
         """
         self._refuse_in_graph("holds it back")
         self._gates.append(gate)
@@ -303,7 +303,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def watch(self, node: Callable[[Any], None]) -> None:
         """As a node of a graph: have a synchronous node without outputs see every fragment, before it leaves here.
 
-        Raises GraphError where the graph has it already.
+        Raises GraphError if the graph has it already.
         """
         self._refuse_in_graph("watches it")
         self._watching.append(node)
@@ -428,7 +428,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:
-        """Close the environments where the rollout can't be entered: no block's end closes them then."""
+        """Close the environments if the rollout can't be entered: no block's end closes them then."""
         try:
             with closing_on_error(self.environments.close):
                 yield
@@ -550,7 +550,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             warn_caller(f"{note}; the others go on without it", RuntimeWarning)
 
     def _batches(self, complete_episodes: bool) -> Iterator[Batch]:
-        """The batch of a round; none where all its fragments are too old, or have nothing to learn from."""
+        """The batch of a round; none if all its fragments are too old, or have nothing to learn from."""
         # In the lanes' order, in whichever they came.
         taken = self._rounds.hand_out(complete_episodes)
         fragments = sorted(taken, key=lambda fragment: (fragment.lane, fragment.sequence))
@@ -582,7 +582,7 @@ class Execution:
 
     counting    stage that counts the lanes that come by
 
-    Raises ValueError where a lane does not fit into a pass.
+    Raises ValueError if a lane does not fit into a pass.
     """
 
     def __init__(
@@ -635,7 +635,7 @@ class Execution:
             self._environments.broadcast(published)
 
     def check_train_batch(self, batch: Batch) -> None:
-        """Warn where a train batch's observations have other shapes than the module got while acting here."""
+        """Warn if a train batch's observations have other shapes than the module got while acting here."""
         if isinstance(self.counting, EnvToModule):
             self.counting.compare_with_train_batch(batch)
 
@@ -668,9 +668,9 @@ class RolloutLog(RunLog):
         self.rounds = updates
 
     def node(self) -> Callable[[Any], None]:
-        """The node that sees the fragments in a graph, also where nothing is written: `snapshot()` has figures, too.
+        """The node that sees the fragments in a graph, also if nothing is written: `snapshot()` has figures, too.
 
-        Raises GraphError where the rollout is to write a trace: the graph's run does that.
+        Raises GraphError if the rollout is to write a trace: the graph's run does that.
         """
         if self._trace is not None:
             raise GraphError("trace is for a loop over the rollout, expected graph.run(trace=…) in a graph")

@@ -204,7 +204,7 @@ def _warn_of_declared_space(declared: Any, chosen: gym.Space[Any], action_space:
 
 
 def chosen_space(module: Any, action_space: gym.Space[Any]) -> gym.Space[Any]:
-    """The space of what a module chooses: its own `action_space`, or that of the environments where both are alike.
+    """The space of what a module chooses: its own `action_space`, or that of the environments if both are alike.
 
     action_space    of the environments
     """
@@ -215,7 +215,7 @@ def chosen_space(module: Any, action_space: gym.Space[Any]) -> gym.Space[Any]:
 
 
 def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Options of `torch.compile`; None where passes are not compiled."""
+    """Options of `torch.compile`; None if passes are not compiled."""
     return None if asked is False else {} if asked is True else dict(asked)
 
 
@@ -235,7 +235,7 @@ def sampling_data(lane: int, seed: int, name: str, device: Any = None) -> dict[s
 
 
 def check_actions(module: Any, expected: gym.Space[Any], agent: Any) -> None:
-    """Raise ModuleError where a module chooses actions that are none in the space `expected`, that of an agent's."""
+    """Raise ModuleError if a module chooses actions that are none in the space `expected`, that of an agent's."""
     own = module.action_space
     if not are_alike(own, expected):
         raise ModuleError(
@@ -247,7 +247,7 @@ def one_of(chosen: Mapping[Any, gym.Space[Any]], part: AgentPart) -> gym.Space[A
     """The space in which what several modules choose, module id -> space, is recorded for the agents of a part.
 
     It is the modules' own if they all have one; else the agents', or any of the modules', whichever fits all of them.
-    Raises ModuleError where none does.
+    Raises ModuleError if none does.
     """
     spaces = list(chosen.values()) or [part.action_space]
     if any(_kind(space) != _kind(spaces[0]) for space in spaces):
@@ -280,7 +280,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def kind_of_state(module: Any) -> Tree:
-    """Shapes and dtypes of a module's initial state, {} where it has none."""
+    """Shapes and dtypes of a module's initial state, {} if it has none."""
     if not is_stateful(module):
         return {}
     arrays = map_tree(
@@ -370,7 +370,7 @@ def _makes_modules(module: Any) -> bool:
 
 
 def _made(module: Any, *spaces: gym.Space[Any]) -> Any:
-    """The module that a class or function makes. Raises ModuleError where it can't be called with the spaces."""
+    """The module that a class or function makes. Raises ModuleError if it can't be called with the spaces."""
     try:
         signature = inspect.signature(module)
         signature.bind(*spaces)

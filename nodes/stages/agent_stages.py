@@ -43,7 +43,7 @@ class JointPieces:
     def parts_left(self) -> tuple[AgentPart, ...]:
         """The parts, with the spaces that the pieces leave their observations in.
 
-        Raises ConnectorError where they are others for one agent of a part than for another.
+        Raises ConnectorError if they are others for one agent of a part than for another.
         """
         left: Any = self.pipeline.observation_space
         agents = {agent for part in self._parts for agent in part.agents}
@@ -226,7 +226,7 @@ class AgentForward:
             acting.forward.forward_jointly([turn for _, turn in turns], [len(turn.slots) for _, turn in turns], where)
 
     def describe(self) -> str:
-        """The way passes are done, for `explain()`, where that is not as the modules have it."""
+        """The way passes are done, for `explain()`, if that is not as the modules have it."""
         ways = {acting.module_id: acting.forward.describe() for acting in list(self._modules.acting.values())}
         if len(set(ways.values())) == 1:
             return next(iter(ways.values()))

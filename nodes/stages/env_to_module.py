@@ -46,7 +46,7 @@ def shapes_of(batch: Batch, leading: int) -> Tree:
 
 
 def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
-    """Raise ConnectorError where a pipeline looks back further than the steps that fragments keep."""
+    """Raise ConnectorError if a pipeline looks back further than the steps that fragments keep."""
     if pipeline.lookback > lookback:
         raise ConnectorError(
             f"{pipeline.name} looks back {pipeline.lookback} steps, but fragments keep {lookback}; expected it to be "
@@ -100,7 +100,7 @@ class CuttingStage(Generic[L, P]):
     def _set_aside(self, lane: L | NoFragment) -> P:
         """The result for a lane whose environments are gone for good, or for the word that it is absent.
 
-        Its last fragment is left out, and its steps are lost, where it has what is refused: other lanes go on.
+        Its last fragment is left out, and its steps are lost, if it has what is refused: other lanes go on.
         """
         if isinstance(lane, NoFragment):
             return self._result(None, None if self._relay is None else self._relay.lane_absent(lane))
@@ -177,7 +177,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         module      what the pieces see as `rl_module`
         explore     what the pieces see as `explore`
         metrics     what the pieces see as `metrics`
-        finite      whether every reward is to be a finite number; sessions have NaN where none was given
+        finite      whether every reward is to be a finite number; sessions have NaN if none was given
         of_lanes    keywords of `CuttingStage`
     """
 
@@ -268,7 +268,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         return super()._counted(lane, fragment)
 
     def compare_with_train_batch(self, batch: Batch) -> None:
-        """Warn, at the first train batch, where its observations have other shapes than the module got while acting."""
+        """Warn, at the first train batch, if its observations have other shapes than the module got while acting."""
         if self._is_compared or self.observation_shapes is None:
             return
         self._is_compared = True

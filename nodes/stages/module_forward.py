@@ -179,7 +179,7 @@ class ModuleForward:
                 raise ModuleError(f"{returned} 'action_dist_inputs' with a {type(leaf).__name__}, expected tensors")
 
     def describe(self) -> str:
-        """The way a pass is done, for `explain()`, where that is not as the module has it."""
+        """The way a pass is done, for `explain()`, if that is not as the module has it."""
         if self._flat is None:
             return "forward pass compiled" if self._is_compiled else ""
         if self._flat.reason is not None:
@@ -200,7 +200,7 @@ class JointOutput:
     sizes          rows of each lane; K in all
     shared_data    of each lane
 
-    Actions are made of it for all of them together where that can be; that costs little more than for one.
+    Actions are made of it for all of them together if that can be; that costs little more than for one.
     """
 
     def __init__(self, output: Batch, sizes: Sequence[int], shared_data: Sequence[dict[str, Any]]) -> None:
@@ -215,7 +215,7 @@ class JointOutput:
         return [(self, slice(end - size, end)) for size, end in zip(self._sizes, ends, strict=True)]
 
     def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
-        """Actions and all else that the pipeline makes of all of it; None where it is to be run for each lane alone."""
+        """Actions and all else that the pipeline makes of all of it; None if it is to be run for each lane alone."""
         if not self._has_tried:
             self._has_tried = True
             self._acted = pipeline.run_jointly(module, self.output, self._sizes, explore, self._shared_data)
@@ -229,7 +229,7 @@ LaneOutput = tuple[JointOutput, slice]
 def joined(batches: Sequence[Batch]) -> Batch:
     """The rows of one batch after those of another, column -> tree of tensors `any[K, ...]`.
 
-    Raises ModuleError where their columns differ.
+    Raises ModuleError if their columns differ.
     """
     names = batches[0].keys()
     if any(batch.keys() != names for batch in batches):

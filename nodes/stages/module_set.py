@@ -82,7 +82,7 @@ class AgentsActing:
 
         module     one module, or a mapping of them by id, or None: a `DefaultModule` for all agents, "default_policy"
         mapping    agent id -> module id, as a mapping, or a function of the agent's id and the episode; None: an
-                   agent's own module where there is one with its id, else "default_policy"
+                   agent's own module if there is one with its id, else "default_policy"
         parts      the agents by their spaces
         seen       of each part, the spaces of what the module sees, and of what it chooses unless it says otherwise
         acted      of each part, the space that the module's actions are to be in; None: connector pieces see to that
@@ -148,7 +148,7 @@ class AgentsActing:
         return AgentsActing, (*made_for, self.joint, self.env_to_module, self.module_to_env, *how)
 
     def serving_none(self) -> str:
-        """The words for modules that serve no agent, where agents have modules by their ids; "" if there are none."""
+        """The words for modules that serve no agent, if agents have modules by their ids; "" if there are none."""
         agents = [agent for part in self.parts for agent in part.agents]
         unserved = [each for each in self._first_ids if each != DEFAULT_MODULE_ID and each not in agents]
         if self.mapping is not None or not unserved:
@@ -250,7 +250,7 @@ class AgentsActing:
         """The module that serves an agent in an episode.
 
         Raises EnvError for one that does not exist, and ModuleError for one that chooses other actions than the agent
-        has, where that could not be told before.
+        has, if that could not be told before.
         """
         acting = self._mapped_to(agent, episode_id)
         if not acting.is_checked:
@@ -270,7 +270,7 @@ class AgentsActing:
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish under a version that somebody else counts; False: there is a newer one, or this one, already.
 
-        Raises ModuleError as `publish` does, and where they are not of all modules that are published elsewhere.
+        Raises ModuleError as `publish` does, and if they are not of all modules that are published elsewhere.
         """
         with self._lock:
             self.check_elsewhere(weights)
@@ -296,7 +296,7 @@ class AgentsActing:
             self.version_elsewhere = max((self.acting[each].weights.version for each in ids), default=0)
 
     def check_may_change(self, module_id: Any) -> None:
-        """Raise ModuleError where a trainer elsewhere has to know of a module that comes or goes."""
+        """Raise ModuleError if a trainer elsewhere has to know of a module that comes or goes."""
         if self._elsewhere is not None:
             raise ModuleError(
                 f"module '{module_id}' is trained, and a trainer elsewhere publishes the weights of "
@@ -329,18 +329,18 @@ class AgentsActing:
     def newest_weights(self, module_id: Any) -> tuple[int, dict[str, Any]]:
         """The newest version of a module that acts, and copies of its weights.
 
-        Raises ModuleError where there is none of this id.
+        Raises ModuleError if there is none of this id.
         """
         acting = self.of_id(module_id)
         return acting.weights.newest(acting.module)
 
     def of_id(self, module_id: Any) -> ActingModule:
-        """The module of this id, as it acts. Raises ModuleError where there is none."""
+        """The module of this id, as it acts. Raises ModuleError if there is none."""
         self.module[module_id]
         return self.acting[module_id]
 
     def agent_of(self, module_id: Any) -> Any:
-        """An agent that a module serves. Raises ModuleError where there is no such module, or that can't be told."""
+        """An agent that a module serves. Raises ModuleError if there is no such module, or that can't be told."""
         part = self._part_for(module_id, self.of_id(module_id).module)
         if part is None:
             raise ModuleError(
@@ -352,9 +352,9 @@ class AgentsActing:
         return self._agent_in(part, module_id)
 
     def chosen_spaces(self) -> list[gym.Space[Any] | None]:
-        """Spaces that modules choose in, part by part, where pieces make the actions of it; None: the agents' space.
+        """Spaces that modules choose in, part by part, if pieces make the actions of it; None: the agents' space.
 
-        Raises ModuleError where the choices of modules that serve agents of one part do not fit one column.
+        Raises ModuleError if the choices of modules that serve agents of one part do not fit one column.
         """
         chosen: list[gym.Space[Any] | None] = []
         for place, (part, acted) in enumerate(zip(self.parts, self.acted, strict=True)):
@@ -458,7 +458,7 @@ class AgentsActing:
         return None
 
     def _may_serve(self, agent: Any, *, is_anew: bool) -> set[Any]:
-        """Modules that the mapping names for an agent in one episode or another; none where it can't say that yet."""
+        """Modules that the mapping names for an agent in one episode or another; none if it can't say that yet."""
         if is_anew or agent not in self._named:
             self._named[agent] = set()
             try:
@@ -566,7 +566,7 @@ def _pieces(connector: Any, name: str, part: AgentPart) -> list[ConnectorV2]:
 
 
 def _check_modules(module: Any, mapping: AgentToModule, parts: tuple[AgentPart, ...]) -> None:
-    """Raise ModuleError for what is no mapping, and for no modules where one can't serve all agents."""
+    """Raise ModuleError for what is no mapping, and for no modules if one can't serve all agents."""
     if not (mapping is None or callable(mapping) or isinstance(mapping, Mapping)):
         raise ModuleError(
             f"agent_to_module_mapping_fn is {mapping!r}, expected a dict: agent id -> module id, or a function of "
@@ -592,7 +592,7 @@ class AgentLearner:
         metrics      what the pieces see as `metrics`
         runner       who runs the pipelines, which can't be edited meanwhile
 
-    Raises ModuleError where there is no module of an id that is to be trained.
+    Raises ModuleError if there is no module of an id that is to be trained.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[A
         chosen       in which `actions` are recorded
         env_space    of what the environments get; None: `chosen`
 
-    No later stage converts actions: what is recorded is what the environments get, or `actions_for_env` where a piece
+    No later stage converts actions: what is recorded is what the environments get, or `actions_for_env` if a piece
     has made those, or where the two spaces have other dtypes.
     """
     actions, for_env = batch.get(Columns.ACTIONS), batch.get(Columns.ACTIONS_FOR_ENV)
@@ -148,7 +148,7 @@ def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[A
 def check_first_actions(
     batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, slots: Slots | range
 ) -> None:
-    """Raise ColumnError where a pipeline's actions, of these slots, are in other spaces than they should be.
+    """Raise ColumnError if a pipeline's actions, of these slots, are in other spaces than they should be.
 
     chosen       in which `actions` are recorded
     env_space    of what the environments get; None: it is not looked at

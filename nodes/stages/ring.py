@@ -171,12 +171,12 @@ class JointForward(Generic[L]):
 
 
 def joint_forward(forward: Any, largest: int, how: Any) -> Any:
-    """The node that does passes over several lanes; `forward` itself where every lane has passes of its own.
+    """The node that does passes over several lanes; `forward` itself if every lane has passes of its own.
 
         largest    slots of the largest lane
         how        passes are done: a `Forward`
 
-    Raises ValueError where a lane does not fit into a pass.
+    Raises ValueError if a lane does not fit into a pass.
     """
     max_batch = how.max_batch
     if not how.joins_lanes:

@@ -37,7 +37,7 @@ class LagBound:
 
     Of several modules the oldest counts, each beside the newest of its own. Under "pace", what a removed module did
     while another of its id acts already is no older than that one: nobody can hold the rollout back so that there is
-    none. A step that waits for its agent's next observation while a fragment is cut is as old as its action: where
+    none. A step that waits for its agent's next observation while a fragment is cut is as old as its action: if
     agents take turns, nobody can help that, either.
 
     is_pacing                           True if the rollout is held back so that no fragment gets too old
@@ -237,7 +237,7 @@ class FragmentRounds(Generic[F]):
         return self.collector.held_steps + self.collector.headless_steps
 
     def check_completes(self, complete_episodes: bool) -> None:
-        """Raise ValueError for what is neither True nor False, or where whole episodes can't be handed out."""
+        """Raise ValueError for what is neither True nor False, or if whole episodes can't be handed out."""
         check_flags(complete_episodes=complete_episodes)
         if complete_episodes and self.lag.max_lag is not None:
             raise ValueError(
@@ -246,9 +246,9 @@ class FragmentRounds(Generic[F]):
             )
 
     def hand_out(self, complete_episodes: bool = False) -> Iterator[Any]:
-        """The fragments of the round, or one of the episodes that each of them has ended, where it has ended any.
+        """The fragments of the round, or one of the episodes that each of them has ended, if it has ended any.
 
-        Raises RunError where a loop before this one was handed the others: open episodes are handed out in part.
+        Raises RunError if a loop before this one was handed the others: open episodes are handed out in part.
         """
         if self._completes not in (None, complete_episodes):
             raise RunError(
@@ -536,7 +536,7 @@ class LaneGates:
     def lane_set_aside(self, lane: int, fragments: int, last: Any = None) -> Any:
         """Report that a lane was set aside after so many fragments: it is gone, unless the whole run comes to its end.
 
-        With it go all that were begun. Returns its last fragment; where it has none, `NoFragment` for a reader who may
+        With it go all that were begun. Returns its last fragment; if it has none, `NoFragment` for a reader who may
         wait for it in a round of every lane, else None.
         """
         for gone in () if self._environments.is_draining else self._gone:
@@ -544,13 +544,13 @@ class LaneGates:
         return NoFragment(lane) if last is None and self._has_rounds_of_every_lane else last
 
     def lane_absent(self, absent: NoFragment) -> NoFragment | None:
-        """The word that a lane is absent, for a reader that may wait for it; None in a graph, where none does."""
+        """The word that a lane is absent, for a reader that may wait for it; None in a graph, if none does."""
         return None if self._credits is None else absent
 
     def lane_finished(self, lane: int, fragments: int) -> None:
-        """Report that a lane has given all its fragments: it is gone where others go on.
+        """Report that a lane has given all its fragments: it is gone if others go on.
 
-        Others do that where they have come later, and in rounds of every lane, in which empty fragments have no place.
+        Others do that if they have come later, and in rounds of every lane, in which empty fragments have no place.
         """
         if self._has_rounds_of_every_lane or not self._environments.has_fixed_lanes:
             self.lane_set_aside(lane, fragments)

@@ -143,7 +143,7 @@ def item_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ..
         field    the value's place in the request, for the error
         lead     (N,) for N items, in arrays dtype[N, ...]; (): for one
 
-    Raises RequestError, with the field, for anything else: another shape, other keys, fractions where whole numbers
+    Raises RequestError, with the field, for anything else: another shape, other keys, fractions if whole numbers
     belong, numbers that are NaN, and what lies outside of a discrete space.
     """
     if isinstance(space, spaces.Dict):

@@ -113,7 +113,7 @@ class EnvEpisodes(EpisodeIndex):
     def pieces_of(self, folder: DatasetFolder, table: Any) -> Ints:
         """The number of the environment's episode of each of a module's chunks, i64[P].
 
-        Where fragments are missing, an episode is there in pieces: a chunk is of the piece in which its last step ends.
+        If fragments are missing, an episode is there in pieces: a chunk is of the piece in which its last step ends.
         """
         stops, first_of = self.t_started + self.num_steps, self._first_of
         most = 1 + int(stops.max(initial=0))

@@ -27,7 +27,7 @@ class FragmentGatherer(Generic[F]):
     """Node that gathers fragments for train batches; the last batch, at the end of the stream, may have fewer.
 
     fragments_per_batch    number of fragments in a batch, which takes them in the order in which they come
-    batch_of               makes a train batch of fragments, {} where there is nothing to learn
+    batch_of               makes a train batch of fragments, {} if there is nothing to learn
 
     left_out               number of fragments in no batch: without a transition, too old, or with nothing to learn
     is_running             True once it has taken a fragment, until its run is over
@@ -98,7 +98,7 @@ class LearnerPipeline(FragmentGatherer[Fragment]):
 
         pipeline               makes the batches: `rollout.learner_pipeline`
         module                 passed to the pieces as `rl_module`, in evaluation mode and with the weights that it has
-                               during a pass; pass a copy where an update under way must not be seen
+                               during a pass; pass a copy if an update under way must not be seen
         fragments_per_batch    number of fragments in a batch; best the number of the rollout's lanes
         lag                    how old a fragment may be, and what is done with one that is older: `rollout.lag`
         metrics                passed to the pieces as `metrics`

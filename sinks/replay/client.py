@@ -44,8 +44,8 @@ class ReplayClient(ClosedOnExit):
     Any number of threads may call it. A connection that breaks is dialled again. The host does each call once; one
     that has been started anew meanwhile does what was not answered.
 
-    Raises WireError for an address that is none, and where the host refuses this client or has another secret;
-    ReplayError for what the host says of a call, and where no answer comes in time.
+    Raises WireError for an address that is none, and if the host refuses this client or has another secret;
+    ReplayError for what the host says of a call, and if no answer comes in time.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class ReplayClient(ClosedOnExit):
     def sample(self, count: int | None = None, *, wait_s: float | None = None) -> Batch:
         """A batch of `count` rows, as `Replay.sample` gives it; None: as many as the host's `batch_size`.
 
-        wait_s    seconds that the host may wait for inserts, where the rate holds the sample back; None: nearly
+        wait_s    seconds that the host may wait for inserts, if the rate holds the sample back; None: nearly
                   `timeout`
 
-        Raises ReplayError where nothing can be sampled in time; the text says what is waited for.
+        Raises ReplayError if nothing can be sampled in time; the text says what is waited for.
         """
         count = None if count is None else checked_count("count", count, 1)
         wait_s = _HOSTS_SHARE * self.timeout if wait_s is None else float(wait_s)
@@ -89,7 +89,7 @@ class ReplayClient(ClosedOnExit):
     def publish(self, weights: Mapping[str, Any]) -> int:
         """Have all rollouts act with a module's `state_dict()`; returns its policy version.
 
-        weights    where rollouts have several modules: module id -> `state_dict()` of all that are trained
+        weights    if rollouts have several modules: module id -> `state_dict()` of all that are trained
 
         Raises ModuleError for weights that can't be sent.
         """
@@ -130,7 +130,7 @@ class _Link:
     def ask(
         self, timeout: float, name: str, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
     ) -> wire.Fragment:
-        """The answer to a query. Raises ReplayError where none comes in time, and if the host has refused it."""
+        """The answer to a query. Raises ReplayError if none comes in time, and if the host has refused it."""
         patience = WaitReminder(timeout)
         with self._changed:
             self._wait(patience, lambda: self._session.may_ask)

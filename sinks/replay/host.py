@@ -70,7 +70,7 @@ class SampleServer:
         most_clients    sessions that there may be at a time
 
     An id is a step's position and a random number of this server: after a restart a position may be another step's, so
-    that priorities of earlier ids are passed over. Raises EnvError where the address can't be listened on.
+    that priorities of earlier ids are passed over. Raises EnvError if the address can't be listened on.
     """
 
     most_clients = 1024
@@ -144,7 +144,7 @@ class SampleServer:
     def _take_in(self, peer: SamplerPeer, hello: wire.Hello) -> None:
         """Take in a sampler that has proved itself: a new one, or one that comes back.
 
-        Raises WireError where there are too many.
+        Raises WireError if there are too many.
         """
         older = self._clients.get(hello.session)
         if older is None:
@@ -287,7 +287,7 @@ class ReplayHost:
                        'unix:/path', or 'shm:/path'
         trainers       where a `ReplayClient` samples: 'tcp://host:port' or 'unix:/path'
         secret, tls    as for `RemoteEnvs.listen`, of both
-        checkpoint     folder of the replay's state; where it has one, the host goes on from it. None: there is none
+        checkpoint     folder of the replay's state; if it has one, the host goes on from it. None: there is none
         every          seconds between two checkpoints
         limits         of frames, times and bytes under way
 
@@ -307,7 +307,7 @@ class ReplayHost:
     A rollout whose fragments the replay can't take is refused; the others go on. While the host serves the replay, call
     it by a `ReplayClient` alone.
 
-    Raises ValueError for arguments that don't fit, RunError where an address can't be listened on, ReplayError for a
+    Raises ValueError for arguments that don't fit, RunError if an address can't be listened on, ReplayError for a
     checkpoint of another replay, and where another host or replay writes to its folder.
     """
 

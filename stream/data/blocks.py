@@ -244,7 +244,7 @@ def _viewed(at: slice, dtype: np.dtype[Any], shape: tuple[int, ...], block: NDAr
 
 
 def _make_room(fd: int) -> None:
-    """Raise the soft limit of descriptors where the next free one, the number of a copy of `fd`, is near to it."""
+    """Raise the soft limit of descriptors if the next free one, the number of a copy of `fd`, is near to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     next_fd = os.dup(fd)
     os.close(next_fd)

@@ -1,4 +1,4 @@
-"""Closing of several things, also where one fails to close, or Ctrl-C comes."""
+"""Closing of several things, also if one fails to close, or Ctrl-C comes."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ Closing = tuple[str, Callable[[], Any]]
 
 
 def close_all(closings: Iterable[Closing]) -> None:
-    """Close each, also where one raises; then raise the first error, with notes about the others."""
+    """Close each, also if one raises; then raise the first error, with notes about the others."""
     first: Exception | None = None
     for what, close in closings:
         try:
@@ -71,7 +71,7 @@ class ClosedOnExit:
 
 @contextmanager
 def holding_interrupts(error: BaseException | None) -> Iterator[None]:
-    """Hold back a Ctrl-C that comes within the block, where it has Python's own handler; a second one breaks it off.
+    """Hold back a Ctrl-C that comes within the block, if it has Python's own handler; a second one breaks it off.
 
     It is raised at the end of the block, unless the error that is on its way already is one.
     """
@@ -97,7 +97,7 @@ def holding_interrupts(error: BaseException | None) -> Iterator[None]:
 
 @contextmanager
 def closing_on_error(close: Callable[[], Any]) -> Iterator[None]:
-    """Close where the block raises; what closing raises is told as `noting_in` does."""
+    """Close if the block raises; what closing raises is told as `noting_in` does."""
     try:
         yield
     except BaseException as error:

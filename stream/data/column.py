@@ -181,7 +181,7 @@ class Column:
         return made if made is not items and self._mismatch(made, (count,)) is None else None
 
     def whole(self, values: Tree) -> Tree:
-        """`values` with float leaves of whole numbers as integers, where this column's leaves are integers.
+        """`values` with float leaves of whole numbers as integers, if this column's leaves are integers.
 
         `values` is a tree of arrays `any[...]`. Leaves with fractions, and values of another structure, are returned
         unchanged: `write` refuses them.
@@ -255,7 +255,7 @@ class Column:
             raise ColumnError(f"{error}{first}") from None
 
     def _first_slot_that_differs(self, values: Tree) -> str:
-        """The end of an error's text: the shape of slot 0, where the values have one item for each slot."""
+        """The end of an error's text: the shape of slot 0, if the values have one item for each slot."""
         try:
             parts = map(_array_of, self._treespec.flatten_up_to(values))
         except ValueError:

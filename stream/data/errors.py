@@ -1,7 +1,7 @@
 """Every error that rollflow raises on purpose.
 
 There are two families: *something does not fit* (a graph, a column, an episode, a piece) and *something broke while
-running*. The first is raised before anything runs, where possible. Each class is also the built-in exception that a
+running*. The first is raised before anything runs, if possible. Each class is also the built-in exception that a
 caller would expect.
 """
 

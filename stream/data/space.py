@@ -148,7 +148,7 @@ def items_in(space: gym.Space[Any], items: Tree, *, rounds: bool = False) -> Tre
         items     one item, or a tree of arrays `any[..., ...]` with leading axes
         rounds    True: floats for a Box of whole numbers become the nearest ones in its bounds
 
-    Whole numbers for a narrower Box are clipped to its bounds. The very same object is returned where nothing changes;
+    Whole numbers for a narrower Box are clipped to its bounds. The very same object is returned if nothing changes;
     what can't be converted, as items of another structure, stays as it is. Raises ColumnError for numbers that a
     Discrete, MultiDiscrete or MultiBinary leaf's dtype can't hold, and for NaN in the place of whole numbers.
     """
@@ -309,7 +309,7 @@ def flatten(space: gym.Space[Any], items: Tree) -> Any:
 
 
 def _raveled(items: Any, space: gym.Space[Any]) -> Any:
-    """Items `any[..., *shape]` as vectors `any[..., D]`, also where there are no items."""
+    """Items `any[..., *shape]` as vectors `any[..., D]`, also if there are no items."""
     shape = space.shape or ()
     return items.reshape(*items.shape[: items.ndim - len(shape)], math.prod(shape))
 
@@ -363,7 +363,7 @@ def _made(kind: str, plain: Plain) -> gym.Space[Any]:
 
 
 def _array(values: NDArray[Any]) -> list[Any]:
-    """[dtype, shape, bytes] of an array any[...]; the bytes of one number where all numbers are the same."""
+    """[dtype, shape, bytes] of an array any[...]; the bytes of one number if all numbers are the same."""
     if values.size and (values == values.flat[0]).all():
         return [values.dtype.str, list(values.shape), values.flat[0].tobytes()]
     return [values.dtype.str, list(values.shape), values.tobytes()]

@@ -16,7 +16,7 @@ POLLIN = getattr(select, "POLLIN", 1)
 
 
 def system_module(name: str) -> Any:
-    """A module of the standard library; where the system lacks it, an object whose attributes raise OSError."""
+    """A module of the standard library; if the system lacks it, an object whose attributes raise OSError."""
     try:
         return import_module(name)
     except ModuleNotFoundError:
@@ -87,7 +87,7 @@ fcntl = system_module("fcntl")
 
 
 def lock_file(file: int | TextIO) -> bool:
-    """Lock a file for as long as it is open; False where another one has it. A disk without locks refuses nobody."""
+    """Lock a file for as long as it is open; False if another one has it. A disk without locks refuses nobody."""
     with suppress(OSError):  # of a disk without locks
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def lock_file(file: int | TextIO) -> bool:
 
 
 def unlock_file(file: int | TextIO) -> None:
-    """Let others have the file, also where a process that was forked still has it open."""
+    """Let others have the file, also if a process that was forked still has it open."""
     with suppress(OSError):  # of a disk without locks
         fcntl.flock(file, fcntl.LOCK_UN)
 

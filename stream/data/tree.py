@@ -84,7 +84,7 @@ def tree_at(tree: Tree, where: Any) -> Tree:
 
 
 def part_at(tree: Tree, path: Sequence[Any], name: str, expected: str) -> Tree:
-    """The part of a tree under these keys. Raises ModuleError, with the tree's name, where there is none."""
+    """The part of a tree under these keys. Raises ModuleError, with the tree's name, if there is none."""
     part = tree
     for key in path:
         try:

@@ -620,7 +620,7 @@ def joined(head: LookbackBuffer, tail: LookbackBuffer, first: int = 0) -> Lookba
 def outputs_joined(head: "SingleAgentEpisode", tail: "SingleAgentEpisode") -> dict[str, LookbackBuffer]:
     """The extra outputs of both episodes, joined; if one has no step, the keys are the other's.
 
-    Raises EpisodeError where the keys differ, ColumnError where `head` has arrays that the data of `tail` do not fit.
+    Raises EpisodeError if the keys differ, ColumnError if `head` has arrays that the data of `tail` do not fit.
     """
     mine, theirs = head.extra_model_outputs, tail.extra_model_outputs
     if not tail.rewards.total():

@@ -61,7 +61,7 @@ class ChunkIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Final:
-    """Last observations and infos of K episodes that have ended, where obs[row + 1] lacks them."""
+    """Last observations and infos of K episodes that have ended, if obs[row + 1] lacks them."""
 
     rows: NDArray[np.int64] | int  # i64[K] of the last steps, or the one row of all
     slots: NDArray[np.int64]  # i64[K]
@@ -108,7 +108,7 @@ class EpisodeIds:
         return str(whole.hexdigest())
 
     def of_agents(self, part: int) -> "EpisodeIds":
-        """Ids of the episodes of one part's agents, where these are ids of environments' episodes."""
+        """Ids of the episodes of one part's agents, if these are ids of environments' episodes."""
         return EpisodeIds(f"{self.prefix}/agents/{part}")
 
     def __reduce__(self) -> Any:

@@ -116,7 +116,7 @@ class LaneColumns:
         return column is not None and column.mismatch(observations, count) is None
 
     def fitting(self, space: gym.Space[Any], observations: Tree, count: int) -> Tree | None:
-        """Observations any[count, ...] as a column for a space takes them; None where it does not."""
+        """Observations any[count, ...] as a column for a space takes them; None if it does not."""
         column = self.type_of(space)
         return None if column is None else column.fitting(observations, count)
 
@@ -552,7 +552,7 @@ class Lane(SlotLane):
         terminateds, truncateds    bool[N]
         infos                      gymnasium's vector form
         final                      last observations any[K, ...] of the K slots that ended, in new arrays, and their
-                                   infos, where `observations` already has the next episodes' first
+                                   infos, if `observations` already has the next episodes' first
         """
         columns, row, shape, done = self.fragment.columns, self.row, self._shape, None
         if (
@@ -576,7 +576,7 @@ class Lane(SlotLane):
     def replace_action(self, slot: int, action: Tree) -> None:
         """Record that a slot's environment took another action, any[...], than the current row's.
 
-        Its log-probability is NaN: the policy did not choose it. Raises ColumnError where it does not fit the column.
+        Its log-probability is NaN: the policy did not choose it. Raises ColumnError if it does not fit the column.
         """
         columns, row = self.fragment.columns, self.row
         columns[Columns.ACTIONS].write_slot(row, slot, action)
@@ -807,7 +807,7 @@ def copy_rows(new: Tree, old: Tree, rows: tuple[NDArray[np.int64], ...]) -> None
 
 
 def check_reset_rewards(slots: NDArray[np.int64], rewards: NDArray[Any]) -> None:
-    """Raise EnvError where slots, i64[K], have a reward, number[K], of a step that was to be a mere reset."""
+    """Raise EnvError if slots, i64[K], have a reward, number[K], of a step that was to be a mere reset."""
     if rewards.tobytes().strip(b"\0") and np.count_nonzero(rewards):
         place = int(rewards.nonzero()[0][0])
         raise EnvError(

@@ -100,7 +100,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     is_settled      whether the latest observations are recorded as they are
     is_rewritten    whether a piece has written any since these episodes were made
     space           that the last piece that has written leaves observations in; None: not known
-    counted         bool[K] on a device, where all slots are shown: those whose observations are meant; None: all are
+    counted         bool[K] on a device, if all slots are shown: those whose observations are meant; None: all are
     """
 
     counted: Any = None
@@ -144,7 +144,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         self._items: list[Tree] | None = None  # the same slot by slot, while pieces write single ones
 
     def show_row(self, column: Column, row: int) -> None:
-        """Show a row of the lane's column: recorded as it is, and taken out of it where somebody asks for it."""
+        """Show a row of the lane's column: recorded as it is, and taken out of it if somebody asks for it."""
         self._latest = self._items = self._dtypes_of = None
         self._shown, self.is_settled = (column, row), True
 
@@ -158,7 +158,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     def newest(self) -> Tree:
         """As `observations`, not read-only: torch shares its memory then. For pieces that don't write to it.
 
-        Raises ColumnError where pieces have left observations of different shapes.
+        Raises ColumnError if pieces have left observations of different shapes.
         """
         if self._items is not None:
             self._latest, self._items = self._stacked(self._items), None
@@ -215,7 +215,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """Every slot's last `count` observations, oldest first: a tree of new arrays `any[K, count, ...]`.
 
         Observations before the episode's first, or before the lookback, are zeros. Earlier ones are as the last piece
-        has left them. Raises ValueError where their dtypes or shapes are not those of the latest ones.
+        has left them. Raises ValueError if their dtypes or shapes are not those of the latest ones.
         """
         latest = self.newest()
         if count == 1:
@@ -253,7 +253,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """A column's values at the step before: a tree of read-only arrays `any[K, ...]`.
 
         Meaningless for slots that have just begun an episode: see `just_begun`. None if there is no step before, and
-        for outputs of the module at the first step. Raises ColumnError where there is no column of this name.
+        for outputs of the module at the first step. Raises ColumnError if there is no column of this name.
         """
         values = self.values_before(name)
         if values is not None:
@@ -284,14 +284,14 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
     @property
     def _row(self) -> int | None:
-        """The row of the latest observations, where all slots of the lane are shown and stand in one; else None."""
+        """The row of the latest observations, if all slots of the lane are shown and stand in one; else None."""
         if len(self) != self.lane.layout.num_slots:
             return None
         rows = self.lane.rows_of(self.slots)
         return rows if isinstance(rows, int) else None
 
     def _rows_before(self, count: int) -> NDArray[np.int64]:
-        """Rows of the last `count` steps: i64[K, count], or i64[count] where they are the same for all slots."""
+        """Rows of the last `count` steps: i64[K, count], or i64[count] if they are the same for all slots."""
         rows = self.lane.rows_of(self.slots)
         before: NDArray[np.int64] = np.arange(-count, 0) + (rows if isinstance(rows, int) else rows[:, None])
         return before
@@ -362,7 +362,7 @@ class EndedEpisodes(LaneEpisodes):
         self.show(map_tree(lambda leaf: leaf[self.rows, self.slots], column.tree), is_settled=True)
 
     def final(self, column: Column) -> Final:
-        """Record of the last observations, in the dtypes of their column. Raises ColumnError where they don't fit."""
+        """Record of the last observations, in the dtypes of their column. Raises ColumnError if they don't fit."""
         return Final(self.rows, self.slots, column.cast(column.whole(self.newest()), len(self)), self.infos)
 
 

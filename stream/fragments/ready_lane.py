@@ -39,7 +39,7 @@ class ReadyLane(Lane):
     """The N slots of a lane whose source answers for some of them at a time.
 
     layout     of fragments of T vector steps, under NEXT_STEP autoreset. A slot makes at most 2T steps in a fragment,
-               which has T·N answers, or fewer where a slot has made so many: it has rows for them. Where the lane runs
+               which has T·N answers, or fewer if a slot has made so many: it has rows for them. Where the lane runs
                ahead, the last turn may bring it a few more
     receive    gives the next answers for slots that are under way, as `record_step` takes them; None: of none, but some
                have been given up meanwhile
@@ -142,7 +142,7 @@ class ReadyLane(Lane):
         terminateds, truncateds    bool[K]
         infos                      gymnasium's vector form, over the K slots
         slots                      i64[K]
-        final                      last observations any[E, ...] of the E of them that ended, and infos as above, where
+        final                      last observations any[E, ...] of the E of them that ended, and infos as above, if
                                    `observations` already has the next episodes' first
 
         With the last answers of a fragment that is not ahead, all that is under way is received: the turn has every
@@ -351,7 +351,7 @@ class ReadyLane(Lane):
 
 
 def joined_answers(parts: Sequence[tuple[Slots, Tree]], num_slots: int) -> tuple[Slots, Tree]:
-    """The slots of answers, and their observations; ascending where they are of several, or of all slots."""
+    """The slots of answers, and their observations; ascending if they are of several, or of all slots."""
     if len(parts) == 1 and len(parts[0][0]) < num_slots:
         return parts[0]
     slots = np.concatenate([each for each, _ in parts])

@@ -32,7 +32,7 @@ class RunCounters:
     nodes       node -> its meter
     caller      meter of the code that reads the outputs
     learner     meter of the learner pipeline in the caller's thread; None: there is none
-    outputs     by name; none where the caller takes the items of all of them together
+    outputs     by name; none if the caller takes the items of all of them together
     holders     meters of those outside of the graph whom nodes wait for
     chains      chains that have begun
     live        first nodes of the tasks that have begun, and have not ended
@@ -165,7 +165,7 @@ class RunCounters:
         return Wait(name, "call", "is in its call", (), mark, age_s, calls, limit=limit, stack=stack)
 
     def _background(self, node: Background, meter: NodeMeter) -> Iterable[Wait]:
-        """What a background node works on; nothing where it has no items."""
+        """What a background node works on; nothing if it has no items."""
         if not node.in_flight:
             return []
         doing = f"has {node.in_flight} items in work"

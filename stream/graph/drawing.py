@@ -61,7 +61,7 @@ def _bound(edge: "Edge") -> str:
 
 
 def _common_prefix(group: list[str]) -> str:
-    """`rollout/` where every name of the group begins so."""
+    """`rollout/` if every name of the group begins so."""
     prefix = group[0].rpartition("/")[0] + "/"
     return prefix if prefix != "/" and all(name.startswith(prefix) for name in group) else ""
 
@@ -70,7 +70,7 @@ def run_snapshot(graph: "Graph", report: Report, diagnosis: Diagnosis) -> dict[s
     """What there is to see of a run.
 
     elapsed_s, bottleneck, conclusion, nodes    as in `Report.as_dict`; a node in which something went wrong also has
-                 its `last_error`: `text` and `age_s`, which is None where it is so still
+                 its `last_error`: `text` and `age_s`, which is None if it is so still
     tasks, edges    as `drawing.shape` has them, with the learner pipeline and the caller behind the outputs; an edge
                  that is measured also has the figures of `Report.as_dict`
     parties      `name`, as in the report, `kind`, `doing`, `on` (names), `age_s`

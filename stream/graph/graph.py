@@ -106,7 +106,7 @@ class Graph:
         "trainer_sink_2".
 
             capacity    items that may wait on the edge. None asks for no channel: synchronous neighbours are then
-                        chained. Where they can't be, or another way between them leads through a channel, the
+                        chained. If they can't be, or another way between them leads through a channel, the
                         edge holds one item
             overflow    policy of a full edge: "block" holds the sender back, "drop_oldest" drops the oldest
                         item, and counts it; "latest" does the same, and says that only the newest counts
@@ -145,7 +145,7 @@ class Graph:
             raise
 
     def output(self, name: str, port: str, *, capacity: int = 1) -> None:
-        """Export an outlet: an async iterator of the run, or a port where this graph is a node of another graph."""
+        """Export an outlet: an async iterator of the run, or a port if this graph is a node of another graph."""
         if name in self.outputs:
             raise GraphError(f"graph '{self.name}' has an output '{name}' already")
         if capacity < 1:
@@ -291,7 +291,7 @@ class Graph:
 
             stall_after    seconds after which a run that stands still is logged, with the reason; None: never
             on_stall       "log", or "raise": a run that stands still also ends, with a StallError
-            trace          file for a trace of the run; compressed where it ends in .gz; None: none
+            trace          file for a trace of the run; compressed if it ends in .gz; None: none
         """
         self.validate()
         return RunHandle(self, StallRules(stall_after, on_stall), trace)
@@ -325,7 +325,7 @@ class Graph:
         return {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}
 
     def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
-        """Call `take_sources` of the nodes that have it, and expand composite nodes again where they ask for it."""
+        """Call `take_sources` of the nodes that have it, and expand composite nodes again if they ask for it."""
         for name, take_sources in self.having("take_sources", names):
             drops = may_drop_before(name, self.edges)
             with noted(f"in node '{name}'"):

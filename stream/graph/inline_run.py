@@ -21,7 +21,7 @@ class InlineRun:
     """Runs a graph of synchronous, inline nodes in the caller's thread, while the caller asks for outputs.
 
         mark            record of the call under way, for others to read: see `CallMark`
-        is_answering    whether `next_outputs` returns where the bell rings, and between two steps, even without outputs
+        is_answering    whether `next_outputs` returns if the bell rings, and between two steps, even without outputs
 
         bell        ends a wait for background nodes, rung from another thread
         counters    meters of the nodes; who asks for the outputs counts by that of the caller

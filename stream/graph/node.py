@@ -309,7 +309,7 @@ def close_nodes(graph: "Graph") -> None:
 
 
 async def ending_quietly(task: Callable[[], Awaitable[None]]) -> None:
-    """Run a task of a group: where it is cancelled with the group, or with what is around it, it ends without an error.
+    """Run a task of a group: if it is cancelled with the group, or with what is around it, it ends without an error.
 
     An event loop would keep the cancellation in a cycle, with a frame that refers to all callers of the loop.
     """
@@ -321,7 +321,7 @@ async def ending_quietly(task: Callable[[], Awaitable[None]]) -> None:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a task group; the group itself where there is more than errors in it, such as Ctrl-C."""
+    """The first error of a task group; the group itself if there is more than errors in it, such as Ctrl-C."""
     error: BaseException = group.exceptions[0] if isinstance(group, ExceptionGroup) else group
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

@@ -252,7 +252,7 @@ class Edge:
 
 
 def check_room(name: str, capacity: int | None, overflow: str, *, feedback: bool) -> None:
-    """Raise GraphError where an edge can't have this capacity and overflow policy."""
+    """Raise GraphError if an edge can't have this capacity and overflow policy."""
     if capacity is not None and capacity < 1:
         raise GraphError(f"{name}: capacity is {capacity}, expected at least 1, or None")
     if overflow not in get_args(Overflow):

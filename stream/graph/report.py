@@ -98,10 +98,10 @@ class Report:
         elapsed_s     float: seconds counted
         bottleneck    text: name of the stage that holds the others back; None: all of them wait
         conclusion    text: the sentence under the table
-        notes         sentences of nodes; left out where there are none
+        notes         sentences of nodes; left out if there are none
         nodes         name -> `items`, an int; `busy_s`, `idle_s`, `blocked_s`, seconds; `busy`, `idle`, `blocked`,
                       the same as shares of the elapsed time, from 0 to 1; `p50_s`, `p99_s`, `longest_s`, seconds of
-                      its calls, and `slowest_piece`, each left out where there is none
+                      its calls, and `slowest_piece`, each left out if there is none
         edges         name -> `capacity`, `items`, `held`, `peak`, `dropped`, `blocked_count`, ints; `mean_held`, a
                       float; `full`, the share of the time in which the edge was full
         """

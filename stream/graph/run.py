@@ -72,7 +72,7 @@ class Run:
         self._error: Exception | None = None  # that ended the run early
 
     def __getitem__(self, output: str) -> Output[Any]:
-        """The output of this name. Raises GraphError where there is none."""
+        """The output of this name. Raises GraphError if there is none."""
         try:
             return self.counters.outputs[output]
         except KeyError:

@@ -61,7 +61,7 @@ class Tracing:
         self._lock = RLock()  # held while a trace begins, and while it is taken from what writes it
 
     def begin(self, path: str | PathLike[str] | None) -> None:
-        """Begin a trace to a file; None: none. Raises OSError where it can't be written."""
+        """Begin a trace to a file; None: none. Raises OSError if it can't be written."""
         if path is not None:
             with self._lock:
                 self._begin(open_trace(path))
@@ -69,7 +69,7 @@ class Tracing:
     def serve(self, asker: socket.socket, path: Path) -> None:
         """Begin a trace to a file for who asks for it, until that end of the connection says no more.
 
-        Where there is none to be had, the asker is told nothing. From any thread.
+        If there is none to be had, the asker is told nothing. From any thread.
         """
         poll = select.poll()
         poll.register(asker, select.POLLIN)
@@ -101,7 +101,7 @@ class Tracing:
     def end(self, file: BinaryIO | None = None) -> None:
         """End the trace, written to its end; again does nothing. From any thread.
 
-        file    of the trace that is meant, where another one may have begun; None: whichever there is
+        file    of the trace that is meant, if another one may have begun; None: whichever there is
         """
         with self._lock:  # the next one begins when this one is taken from all meters
             if file is not None and file is not self._file:
@@ -141,7 +141,7 @@ def _ended(end: Callable[[BinaryIO], object] | None, file: BinaryIO, asker: sock
 
 
 def _hang_up(asker: socket.socket) -> None:
-    """End a connection, also where a process that was forked meanwhile holds it as well."""
+    """End a connection, also if a process that was forked meanwhile holds it as well."""
     with asker, suppress(OSError):  # who asks may be gone
         asker.shutdown(socket.SHUT_RDWR)
 
@@ -174,7 +174,7 @@ class Doctor(abc.ABC):
         self._socket = RunSocket(snapshot, self._tracing.serve)
 
     def start(self) -> None:
-        """Begin. Raises OSError where the trace can't be written."""
+        """Begin. Raises OSError if the trace can't be written."""
         self._tracing.begin(self._trace_to)
         if self._rules.after is not None and not self._stopping.is_set():
             self._answering.enter_context(answering_dumps())
@@ -298,7 +298,7 @@ class RunDoctor(Doctor):
             self._bell.ring()
 
     def _listen(self) -> None:
-        """Count a look at which the event loop has given no sign of life; ask it for the next one where it has.
+        """Count a look at which the event loop has given no sign of life; ask it for the next one if it has.
 
         Nodes that are functions, and a reader that works, may hold it up: those who wait for them are watched for
         stalls.

@@ -269,7 +269,7 @@ class ModuleFragment(AgentFragment):
 
 
 def column_name(columns: Mapping[str, Column], name: str, kind: Tree) -> str:
-    """The name of an output's column: a new one where a column of another kind has its name, as `kind_of` has kinds."""
+    """The name of an output's column: a new one if a column of another kind has its name, as `kind_of` has kinds."""
     names = chain([name], (f"{name}#{number}" for number in count(2)))
     return next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind)
 

@@ -5,7 +5,7 @@ A vector step is
 
     record_actions(...)    write the modules' actions into the rows of slots that act
     record_step(...)       write the environments' answer; slots with an observation move on by one row
-    begin(...)             write first observations, where environments were reset
+    begin(...)             write first observations, if environments were reset
     show(...), commit(...) connector pieces read the newest observations and may write them back
 
 An agent that acted and has no observation yet stays in its row, and its rewards are added up. While all agents of the

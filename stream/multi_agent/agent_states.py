@@ -108,7 +108,7 @@ class AgentStates:
         self.acting: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def begin(self, envs: NDArray[np.int64], seen: NDArray[np.int64]) -> None:
-        """Begin episodes in `envs`, with observations of the agents `seen`. Raises EnvError where nobody is to act."""
+        """Begin episodes in `envs`, with observations of the agents `seen`. Raises EnvError if nobody is to act."""
         numbers = self._slots.of_env[envs]
         for state in (self._has_come, self._hangs, self._has_ended):
             state[numbers] = False

@@ -20,7 +20,7 @@ _NO_OUTPUTS = (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)
 
 
 class EnvChunk(NamedTuple):
-    """Part of an environment's episode in a fragment; each environment is a slot where it has one agent.
+    """Part of an environment's episode in a fragment; each environment is a slot if it has one agent.
 
     Steps are counted from any step on, which is the same for all parts of an episode.
     """
@@ -161,7 +161,7 @@ class OpenEpisode:
         return sum(agent.num_steps for agent in self.agents.values())
 
     def add(self, chunk: EnvChunk) -> None:
-        """Add its next chunk; rows are copied where it goes on, since the fragment's memory will be reused."""
+        """Add its next chunk; rows are copied if it goes on, since the fragment's memory will be reused."""
         for key, fragment, index in chunk.agents:
             if key not in self.agents:
                 self.agents[key] = AgentSteps(fragment, index)

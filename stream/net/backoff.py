@@ -81,7 +81,7 @@ class WaitReminder:
 
     @property
     def is_long(self) -> bool:
-        """True where a log line is to be written now; the next one is due after twice as long."""
+        """True if a log line is to be written now; the next one is due after twice as long."""
         if (now := times.clock()) < self._due:
             return False
         self._interval_s = min(2 * self._interval_s, _LONGEST_SILENCE_S)

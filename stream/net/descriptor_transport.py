@@ -52,7 +52,7 @@ class DescriptorTransport(Transport):
         self._unsent_descriptors.append(descriptor)
 
     def claim(self) -> Descriptor:
-        """Take the first descriptor that has come and was not claimed. Raises WireError where there is none."""
+        """Take the first descriptor that has come and was not claimed. Raises WireError if there is none."""
         if not self._unclaimed:
             raise WireError("no descriptor has come, expected one before what is said of it", "memory")
         return self._unclaimed.popleft()
@@ -64,7 +64,7 @@ class DescriptorTransport(Transport):
         self._unsent_descriptors.clear()
 
     def _receive(self, buffer: memoryview) -> int:
-        """Receive bytes, and keep the descriptors that come with them, or refuse them where there are too many."""
+        """Receive bytes, and keep the descriptors that come with them, or refuse them if there are too many."""
         count, ancillary, flags, _ = self._sock.recvmsg_into([buffer], _ROOM, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

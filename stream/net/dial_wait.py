@@ -43,7 +43,7 @@ class DialWait:
         self._logged.clear()
 
     def failed(self, problem: str) -> None:
-        """Note why there is no connection, and log it where that is new, or due again."""
+        """Note why there is no connection, and log it if that is new, or due again."""
         self._has_failed, self._attempt_began = True, monotonic()
         if self._is_connected:
             self._is_connected = False
@@ -59,9 +59,9 @@ class DialWait:
         logger.warning("waiting: %s; %s", problem, self._prospect())
 
     def check(self, problems: Sequence[str], *, gives_up: bool = True) -> None:
-        """Log that the connection is awaited, where that is due. Raises WireError where it is given up.
+        """Log that the connection is awaited, if that is due. Raises WireError if it is given up.
 
-        problems    that a dialler tells of, where nothing has failed yet
+        problems    that a dialler tells of, if nothing has failed yet
         gives_up    False while there is a reason to wait longer, such as a handshake that is going on
         """
         if self._is_connected:
@@ -85,11 +85,11 @@ class DialWait:
 
     @property
     def _is_given_up(self) -> bool:
-        """True where it has been dialled in vain for `retry_s` seconds."""
+        """True if it has been dialled in vain for `retry_s` seconds."""
         return not self._is_connected and self._wait.is_over
 
     def _remind(self) -> None:
-        """Log that the connection is awaited, where that is due."""
+        """Log that the connection is awaited, if that is due."""
         if self._wait.is_long:
             self._has_warned = True
             logger.warning("waiting for %.0f s: %s; %s", self._wait.waited_s, self._problem, self._prospect())

@@ -31,7 +31,7 @@ def targets_at_hand(address: Address) -> Sequence[DialTarget] | None:
 
 
 def dial(target: DialTarget) -> socket.socket:
-    """Non-blocking socket that is being connected. Raises OSError where that can't be."""
+    """Non-blocking socket that is being connected. Raises OSError if that can't be."""
     *kind, _, address = target
     sock = socket.socket(*kind)
     sock.setblocking(False)
@@ -89,9 +89,9 @@ def _look_up(dialled: Dialled, answers: "_Answers", answered: Wakeup) -> None:
 class Dialler:
     """Dials addresses, and those whose connection was lost anew.
 
-    poll               waits for its descriptors; where one that is `in` this is ready, `serve` is due
+    poll               waits for its descriptors; if one that is `in` this is ready, `serve` is due
     longest_pause_s    between two attempts at an address
-    on_failure         called with the problem where an attempt has failed, or a connection is lost
+    on_failure         called with the problem if an attempt has failed, or a connection is lost
     """
 
     def __init__(

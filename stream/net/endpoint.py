@@ -26,7 +26,7 @@ class Endpoint(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        """True where both ends share memory."""
+        """True if both ends share memory."""
         return isinstance(self.address, SharedAddress)
 
 
@@ -73,7 +73,7 @@ def secret_bytes(secret: Secret) -> bytes | None:
 
 
 def listen_on(address: Address) -> list[socket.socket]:
-    """Sockets that listen on an address. Raises EnvError where that can't be."""
+    """Sockets that listen on an address. Raises EnvError if that can't be."""
     try:
         sockets = [_unix_listener(address)] if isinstance(address, UnixAddress) else _tcp_listeners(address)
     except OSError as error:

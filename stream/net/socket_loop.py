@@ -89,7 +89,7 @@ class SocketHandler(Protocol[Told]):
         ...
 
     def handle(self, peer: Told, event: wire.Message, now: float) -> None:
-        """Take what a connection has come to; where it broke, `fail` does."""
+        """Take what a connection has come to; if it broke, `fail` does."""
         ...
 
     def fail(self, peer: Told, error: Exception, now: float) -> None:
@@ -105,7 +105,7 @@ class SocketLoop(Generic[P]):
 
     handler          takes what happens
     peer             makes a peer of its transport, its connection, and where and how it was reached
-    max_strangers    connections that have not proved themselves; where one more comes, the oldest is refused
+    max_strangers    connections that have not proved themselves; if one more comes, the oldest is refused
 
     lock       of connections and sockets; the loop's owner may hold it around any method
     wakeup     ends a wait, from any thread
@@ -249,7 +249,7 @@ class SocketLoop(Generic[P]):
         logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", who, problem)
 
     def send(self, tell: Callable[[P], None], peers: Iterable[P] | None = None) -> None:
-        """Tell open connections what is new, and send what there is to send; where `tell` raises, it fails.
+        """Tell open connections what is new, and send what there is to send; if `tell` raises, it fails.
 
         peers    None: all
         """
@@ -304,7 +304,7 @@ class SocketLoop(Generic[P]):
     def tick(self, now: float) -> None:
         """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling.
 
-        Where there are many connections, they are not looked at each time.
+        If there are many connections, they are not looked at each time.
         """
         looks = now >= self._looks_at
         if looks:
@@ -331,7 +331,7 @@ class SocketLoop(Generic[P]):
             self._poll.close()
 
     def _take(self, peer: P, events: Iterable[wire.Event], now: float) -> None:
-        """Give the handler events of a connection, and its error where it is broken."""
+        """Give the handler events of a connection, and its error if it is broken."""
         try:
             for event in events:
                 if isinstance(event, wire.ConnectionBroken):
@@ -374,7 +374,7 @@ class SocketLoop(Generic[P]):
         self._greet(sock, name, now, None)
 
     def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
-        """Add a peer with a connection of the handler's by a socket, which is closed where making them raises."""
+        """Add a peer with a connection of the handler's by a socket, which is closed if making them raises."""
         with closing_on_error(sock.close):
             connection = self._handler.connection(now)
             transport: Transport

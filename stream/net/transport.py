@@ -55,7 +55,7 @@ class Transport:
 
     @property
     def waits_to_write(self) -> bool:
-        """True where something is left to be sent once the socket takes more."""
+        """True if something is left to be sent once the socket takes more."""
         return bool(self._unsent)
 
     def read(self, now: float) -> list[Event]:
@@ -117,7 +117,7 @@ class Transport:
                     return
 
     def _mismatched(self, *, speaks_tls: bool) -> Event:
-        """Refuse an end that speaks TLS where this one does not, or the other way round."""
+        """Refuse an end that speaks TLS if this one does not, or the other way round."""
         me, other = self.connection.roles
         one, none = (me, other) if speaks_tls else (other, me)
         return self._refused(f"the {one} speaks TLS and the {none} does not, expected both to, or neither")
@@ -128,7 +128,7 @@ class Transport:
         return ConnectionBroken(self.connection.error)
 
     def _receive(self, buffer: memoryview) -> int:
-        """Receive into the buffer; the number of bytes received. Raises OSError where that can't be."""
+        """Receive into the buffer; the number of bytes received. Raises OSError if that can't be."""
         return self._sock.recv_into(buffer)
 
     def _send(self) -> int:
@@ -150,7 +150,7 @@ class Transport:
         return total
 
     def _send_some(self, most: int) -> int:
-        """Send at most so many bytes; the number of bytes sent. Raises OSError where that can't be."""
+        """Send at most so many bytes; the number of bytes sent. Raises OSError if that can't be."""
         return self._sock.sendmsg(_first(self._unsent, most))
 
 
@@ -176,7 +176,7 @@ def _first(buffers: Iterable[memoryview], most: int) -> list[memoryview]:
 class TlsTransport(Transport):
     """`Transport` whose bytes are encrypted.
 
-    context    a server's, where the other end has dialled, or a client's; a server's may ask for a certificate
+    context    a server's, if the other end has dialled, or a client's; a server's may ask for a certificate
     dialled    the address that was dialled, whose name a client expects in the certificate; None: the other end has
     """
 
@@ -198,7 +198,7 @@ class TlsTransport(Transport):
 
     @property
     def waits_to_write(self) -> bool:
-        """True where something is left to be sent once the socket takes more."""
+        """True if something is left to be sent once the socket takes more."""
         return bool(self._unsent) or (self._is_agreed and bool(self._plain))
 
     def read(self, now: float) -> list[Event]:
@@ -243,7 +243,7 @@ class TlsTransport(Transport):
         self.connection.sent(sent)
 
     def _take_encrypted(self) -> bool:
-        """Take what has come; True where the other end has closed."""
+        """Take what has come; True if the other end has closed."""
         for _ in range(_MOST_READS):
             try:
                 data = self._sock.recv(_TLS_BYTES)
@@ -263,7 +263,7 @@ class TlsTransport(Transport):
         return False
 
     def _agrees(self) -> bool:
-        """True once both ends have agreed on how to encrypt. Raises ssl.SSLError where they can't."""
+        """True once both ends have agreed on how to encrypt. Raises ssl.SSLError if they can't."""
         if not self._is_agreed:
             with contextlib.suppress(ssl.SSLWantReadError):
                 self._tls.do_handshake()

@@ -71,7 +71,7 @@ def _words(name: str, counted: Mapping[str, Any] | None) -> str:
 
 
 def _labels(edge: Edge) -> list[str]:
-    """The port, unless it is the only one, and the bound of a channel, with what it holds where that is known."""
+    """The port, unless it is the only one, and the bound of a channel, with what it holds if that is known."""
     labels = [] if edge["port"] == "out" else [edge["port"]]
     if "capacity" in edge:
         held = f"{edge['held']}/" if "held" in edge else ""

@@ -43,11 +43,11 @@ class RunSocket:
     """Socket in the run folder. Who connects gets one snapshot as JSON, and the connection ends.
 
     snapshot    method that gives what the run says of itself; called in a thread of the socket, and held weakly
-    trace       method that writes a trace to a path for as long as a connection lasts. It is called where the other end
+    trace       method that writes a trace to a path for as long as a connection lasts. It is called if the other end
                 has said `ASK_TRACE` and the path, and held weakly, too. None: there are snapshots alone
 
     The thread waits until somebody asks. It answers while the run's own thread hangs in a call. A run without a socket,
-    where none could be made, runs all the same.
+    if none could be made, runs all the same.
     """
 
     def __init__(self, snapshot: Snapshot, trace: Serve | None = None) -> None:
@@ -82,7 +82,7 @@ class RunSocket:
 
 
 def _opened(folder: Path) -> tuple[socket.socket, Path]:
-    """A socket that listens, and its path. Raises OSError where none can be made there."""
+    """A socket that listens, and its path. Raises OSError if none can be made there."""
     for _ in range(_TRIES):
         path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         with suppress(FileNotFoundError):  # another run has ended just now, and removed the folder
@@ -145,7 +145,7 @@ def _serve(
 
 
 def _said(asking: socket.socket) -> bytes:
-    """What an asker says; nothing where it wants a snapshot."""
+    """What an asker says; nothing if it wants a snapshot."""
     asking.settimeout(_ASK_S)
     try:
         return asking.recv(_LONGEST)
@@ -186,7 +186,7 @@ def run_folder() -> Path | None:
 
 
 def make(folder: Path) -> None:
-    """Make the folder where it is missing. Raises OSError where others could write into it, or read it."""
+    """Make the folder where it is missing. Raises OSError if others could write into it, or read it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_own(folder)
 
@@ -209,7 +209,7 @@ def snapshot_at(path: Path) -> dict[str, Any]:
     """The snapshot that the run behind a socket gives of itself.
 
     A run whose process does not answer in time, since it is stopped or never lets the interpreter go, has only `path`,
-    `pid` and `error`. Raises OSError where there is no run.
+    `pid` and `error`. Raises OSError if there is no run.
     """
     data = bytearray()
     with socket.socket(socket.AF_UNIX) as asking:
@@ -230,7 +230,7 @@ def snapshot_at(path: Path) -> dict[str, Any]:
 def trace_at(path: Path, to: Path, seconds: float) -> None:
     """Have the run behind a socket write a trace, for so long, or until Ctrl-C or the end of the run.
 
-    Raises OSError where there is no run, or it writes no trace.
+    Raises OSError if there is no run, or it writes no trace.
     """
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(ANSWER_S)

@@ -1,7 +1,7 @@
 """Stacks of threads, coroutines and worker processes, with the user's own code first, and dumps of other processes.
 
 A thread of another process is sent a signal, and writes its own stack into a file, whatever it hangs in: the signal is
-answered by `faulthandler`, below Python, also where the interpreter never gets its turn. Each thread is sent a signal
+answered by `faulthandler`, below Python, also if the interpreter never gets its turn. Each thread is sent a signal
 of its own, and writes its own stack alone: one that wrote those of others, which run meanwhile, would follow frames
 that are gone, and end the process.
 """
@@ -164,7 +164,7 @@ def thread_dump(pid: int, thread: int, fd: int, patience_s: float = _ANSWER_S, *
 
     is_emptied    whether the dumps before are removed, so that the file does not grow
 
-    Raises ProcessLookupError where there is no such thread.
+    Raises ProcessLookupError if there is no such thread.
     """
     if is_emptied:
         os.ftruncate(fd, 0)
@@ -183,7 +183,7 @@ def thread_dump(pid: int, thread: int, fd: int, patience_s: float = _ANSWER_S, *
 def dumps_of(pid: int, patience_s: float) -> dict[int, str] | None:
     """The dumps of another process of this user: native id of each thread with Python -> text, the main one's first.
 
-    Empty where none answered in time; None where the process does not answer the signal. Raises PermissionError where
+    Empty if none answered in time; None if the process does not answer the signal. Raises PermissionError if
     the process is another user's.
     """
     path = _file_in(pid)
@@ -228,7 +228,7 @@ at_fork(after_in_child=_forget_runs)
 
 
 def is_stopped(pid: int) -> bool:
-    """True while a signal such as SIGSTOP, or a debugger, has stopped a process; False where that can't be seen."""
+    """True while a signal such as SIGSTOP, or a debugger, has stopped a process; False if that can't be seen."""
     return _status(pid, "State").startswith(("T", "t"))
 
 
@@ -242,7 +242,7 @@ def _dump_file(name: str) -> IO[bytes]:
 
 
 def _file_in(pid: int) -> Path | None:
-    """The file that a process answers into; a worker's, where it has no run of its own."""
+    """The file that a process answers into; a worker's, if it has no run of its own."""
     if not _catches_signal(pid):
         return None  # the signal would end it
     found: dict[str, Path] = {}
@@ -254,12 +254,12 @@ def _file_in(pid: int) -> Path | None:
 
 
 def _catches_signal(pid: int) -> bool:
-    """True if a process has a handler for the signal; False also where that can't be seen."""
+    """True if a process has a handler for the signal; False also if that can't be seen."""
     return _has_signal(pid, pid, "SigCgt")
 
 
 def _has_signal(pid: int, thread: int, mask: str) -> bool:
-    """True if the signal is in a mask that Linux has of a thread; False also where that can't be seen."""
+    """True if the signal is in a mask that Linux has of a thread; False also if that can't be seen."""
     signals = _status(pid, mask, thread)
     return bool(signals) and bool(int(signals, 16) >> (DUMP_SIGNAL - 1) & 1)
 

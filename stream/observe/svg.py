@@ -25,7 +25,7 @@ _HEAD = (
 
 
 def picture(parts: Sequence[str], height: float, description: str, width: float = WIDTH) -> str:
-    """A whole picture, which is as wide as the page where that is narrower."""
+    """A whole picture, which is as wide as the page if that is narrower."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" role="img" aria-label="{escape(description)}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" '

@@ -1,6 +1,6 @@
 """Trace: a file of what a run did and when, in the trace event format of Chrome, which Perfetto shows as well.
 
-A span is an event by itself, with its begin and duration. So nothing is left open where a run is killed: what was
+A span is an event by itself, with its begin and duration. So nothing is left open if a run is killed: what was
 written up to its last line is a whole trace but for the `]`, which both viewers allow to be missing.
 """
 
@@ -179,7 +179,7 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file for a trace, emptied; compressed where its name ends in .gz. Raises OSError where it can't be written."""
+    """A file for a trace, emptied; compressed if its name ends in .gz. Raises OSError if it can't be written."""
     return cast(BinaryIO, gzip.open(path, "wb", 1)) if Path(path).suffix == ".gz" else Path(path).open("wb")
 
 

@@ -136,7 +136,7 @@ class Way:
 def way_from(party: str, waits: Mapping[str, Wait]) -> Way | None:
     """The way from a party to what it finally waits for; None: the party is not known.
 
-    Where a party waits for several, a way that comes to an end goes before a closed one, and of those that do, the one
+    If a party waits for several, a way that comes to an end goes before a closed one, and of those that do, the one
     to the party that has got on least lately.
     """
     ways = list(_ways((party,), waits))

@@ -122,8 +122,8 @@ class _Told:
 class MachineChecks:
     """Finds faults of this process; `signs` is to be called at every look of the doctor.
 
-    usage     gives bytes that the process has asked for, and those in memory: both rise where something is kept, and
-              one alone where room fills up that was asked for at once, as a replay's does
+    usage     gives bytes that the process has asked for, and those in memory: both rise if something is kept, and
+              one alone if room fills up that was asked for at once, as a replay's does
     bound     bytes that it may have
     """
 
@@ -180,7 +180,7 @@ class StallWatch:
         self._notes: dict[str, float] = {}  # kind -> when it was there last
 
     def look(self) -> tuple[list[str], Diagnosis | None]:
-        """Look once: texts to be logged, and the diagnosis of a stall where one is told for the first time."""
+        """Look once: texts to be logged, and the diagnosis of a stall if one is told for the first time."""
         now = self._rules.clock()
         if self._last is not None and now - self._last > self._rules.look_s + _LATE_S:  # the machine stood still
             self._begin_anew()
@@ -295,7 +295,7 @@ class StallWatch:
         return [*texts, str(found)], found if is_new else None
 
     def _over(self, how: str) -> list[str]:
-        """The line that says how a stall is over, where one was told."""
+        """The line that says how a stall is over, if one was told."""
         told, self._told = self._told, None
         return [] if told is None else [f"{how}: it stood still for {self._rules.clock() - told.since:.1f} s"]
 

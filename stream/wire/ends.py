@@ -166,7 +166,7 @@ class Acceptor(Connection):
         raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
 
     def _check_software(self, hello: handshake.Hello) -> None:
-        """Raise WireError for other software where all messages are its own: only hosts of environments may be any."""
+        """Raise WireError for other software if all messages are its own: only hosts of environments may be any."""
         if hello.role not in ("env", "agents") and hello.software != self._software:
             raise WireError(
                 f"hello.software is {hello.software!r}, expected {self._software!r}, as this {self.roles[0]} is",

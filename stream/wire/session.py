@@ -84,7 +84,7 @@ class AgentTurns:
             slots.steps[envs] = 0
 
     def _check_ended(self, rows: AgentRows, envs: NDArray[np.int64], ends: Ends) -> None:
-        """Raise EnvError where the answer names other episodes that have ended, or says that they did otherwise."""
+        """Raise EnvError if the answer names other episodes that have ended, or says that they did otherwise."""
         assert rows.ended is not None
         assert rows.ended_truncated is not None
         if not np.array_equal(rows.ended, envs):

@@ -131,7 +131,7 @@ class Connector:
     """A transformation of what goes into a policy or comes out of it.
 
     ctx            the context; None: that of the pipeline that the connector is put into
-    is_training    False in evaluation, where nothing is learnt and nothing is made for training
+    is_training    False in evaluation, if nothing is learnt and nothing is made for training
     """
 
     ctx: ConnectorContext | None = None

@@ -378,7 +378,7 @@ def module_by_module(call: Call) -> Call:
     """Decorate a piece's `__call__` so that it is called once for each module, if episodes have agents of modules.
 
     Each call gets the module, `rl_module[module id]`, the single-agent episodes of its agents, and its part of the
-    batch. That part is `batch[module id]` where the batch is by modules already. Else it has the columns of the agents'
+    batch. That part is `batch[module id]` if the batch is by modules already. Else it has the columns of the agents'
     items, which are joined again afterwards. Keys that a call sets in `shared_data` are seen by calls for the same
     module only.
 

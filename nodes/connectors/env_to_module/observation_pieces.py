@@ -488,7 +488,7 @@ class MeanStdFilter(ConnectorV2):
         multi_agent        True: a filter for each agent, see `of_agent`. The spaces are Dicts by agent ids then, and
                            the state is agent id -> state of its filter
         de_mean_to_zero    True: subtract the mean
-        de_std_to_one      True: divide by the sample's deviation, where that is more than 0
+        de_std_to_one      True: divide by the sample's deviation, if that is more than 0
         clip_by_value      clip to -value … value; None: don't
         update_stats       True: count the observations
 

@@ -198,7 +198,7 @@ class TrainSteps:
     def next_observations(self) -> Tree:
         """The observation after every step, a tree of arrays `any[B, ...]`; there must be a step.
 
-        Raises ConnectorError where the batch's `obs` are of another kind than these.
+        Raises ConnectorError if the batch's `obs` are of another kind than these.
         """
         if self.last_made is not None and Columns.OBS in self.batch:
             return self.following(map_tree(self._ours, self.batched(Columns.OBS)), self.last_made)
@@ -429,7 +429,7 @@ def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
 class AddNextObservationsFromEpisodesToTrainBatch(LearnerPiece):
     """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
 
-    Where a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
+    If a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
     that has `new_obs` already stays as it is. Raises ConnectorError if `obs` and `new_obs` would be of different
     kinds.
     """
@@ -460,7 +460,7 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
         loss_mask                  bool[B]  False at the added step
         terminateds, truncateds    bool[B]  True at the last real step of an episode that had ended so
 
-    where B counts the added steps, as lists of items. Columns that the batch has already stay as they are.
+    if B counts the added steps, as lists of items. Columns that the batch has already stay as they are.
 
     Episodes are extended in place; a read-only one makes way, in the list, for a copy. Each agent's episode of a
     multi-agent episode is extended by itself, so that its env steps no longer match. An episode without a step stays as
@@ -907,7 +907,7 @@ class NStepReturns(StepsConnector):
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
     The single rewards are the batch's if it has them, else the episodes'. The columns above are replaced, since one
-    of them is wrong without the others. Where a piece before has made the batch's `obs`, `new_obs` are made of those. A
+    of them is wrong without the others. If a piece before has made the batch's `obs`, `new_obs` are made of those. A
     batch that has `n_step` already stays as it is.
 
     Raises ConnectorError behind AddOneTsToEpisodesAndTruncate. Raises ModuleError for a stateful module and more than

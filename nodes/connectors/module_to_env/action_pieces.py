@@ -506,7 +506,7 @@ class NormalizeAndClipActions(ActionPiece):
 
     Boxes alone change, also inside a Dict or Tuple. A Box that is bounded on all sides can be normalized; any other is
     clipped to the bounds it has. Floats for a Box of whole numbers become the nearest ones in its bounds; to be
-    normalized they have to be floats, of a module whose own action space is a Box of floats. Where nothing changes both
+    normalized they have to be floats, of a module whose own action space is a Box of floats. If nothing changes both
     columns have the same items. Without either option no column is added. An `actions_for_env` of another piece stays
     as it is.
     """

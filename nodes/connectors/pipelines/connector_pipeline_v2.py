@@ -183,15 +183,15 @@ class Runners(weakref.WeakSet[Any]):
 class ConnectorPipelineV2(NamedPieces, ConnectorV2):
     """Calls its pieces in order, each with the batch that the one before returned.
 
-        input_observation_space,    of the first piece; each other one has the output spaces of the one before. Where
+        input_observation_space,    of the first piece; each other one has the output spaces of the one before. If
         input_action_space          these are None, a piece keeps the ones it has
         connectors                  the pieces, which may be pipelines
 
     Pieces go by their class's name; of several of one class the second is `Name_2`, and so on. Every edit recomputes
-    all spaces. Where a piece and all pieces after it can use columns, it gets those that come with the episodes. Else
+    all spaces. If a piece and all pieces after it can use columns, it gets those that come with the episodes. Else
     it gets a plain list of episodes; both ways give the same batch.
 
-    Raises ConnectorError, with the piece's name and place, where a piece returns anything but a dict. Edits raise it
+    Raises ConnectorError, with the piece's name and place, if a piece returns anything but a dict. Edits raise it
     for an object that is there already, two pieces of one name, and a class that several pieces are of. They raise it
     while a rollout runs the pipeline, too.
     """

@@ -281,7 +281,7 @@ class FusedActions(FusedPieces):
         return arrays, is_usable
 
     def _of_tensors(self, module: Any, batch: Batch, explore: Any, shared_data: dict[str, Any]) -> Batch | None:
-        """The batch of a lane on a device with actions; None where the pieces are to be called."""
+        """The batch of a lane on a device with actions; None if the pieces are to be called."""
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
         if not explore or type(logits) is not torch.Tensor or logits.dtype is not torch.float32:
             return None

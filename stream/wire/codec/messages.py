@@ -93,13 +93,13 @@ class AgentRows(LaneMessage):
     obs                 trees of arrays `any[K, ...]`, in the parts' spaces: after the step, the last ones of those that
                         ended with it among them
     rewards             f4[S], 0 where none came; None after a Reset, as all below
-    terminateds,        bool[S]: who ended with the step, where it had come; of an environment that ended, all that were
+    terminateds,        bool[S]: who ended with the step, if it had come; of an environment that ended, all that were
     truncateds          still there
     ended               i64[E] ascending: environments whose episodes ended; they have been reset
     ended_truncated     bool[E]: whether that was by truncation
-    first_agent_slots,  as the first two, of the episodes that began then; None where none ended
+    first_agent_slots,  as the first two, of the episodes that began then; None if none ended
     first_obs
-    infos               of each environment: [number of the agent among all, its info]; none at all where all are empty
+    infos               of each environment: [number of the agent among all, its info]; none at all if all are empty
     first_infos         of each of `ended`, likewise
     """
 
@@ -188,7 +188,7 @@ class Weights(WireMessage):
     tensors    name -> array any[...]
     dtypes     name -> dtype of a tensor's bits if numpy has no such dtype: "bfloat16"
     others     values that are no tensors
-    module     id of the module, where there are several, each with versions of its own
+    module     id of the module, if there are several, each with versions of its own
     id         a trainer's name for them: with the same version and id they are the same weights
     """
 

@@ -56,7 +56,7 @@ class RowForm:
     def check_rows(self, rows: Rows, request: Reset | Step, slots: int) -> Rows:
         """The answer of a lane of so many slots, its observations as the space has them.
 
-        Raises WireError where arrays don't fit, rewards are not finite, an observation is not a number, or the last
+        Raises WireError if arrays don't fit, rewards are not finite, an observation is not a number, or the last
         observations are not those of the episodes that ended.
         """
         where = f"{request.kind} {rows.number} of lane {rows.lane}"
@@ -94,7 +94,7 @@ def _check_seeds(request: Reset, slots: int, where: str) -> None:
 
 
 def _check_columns(rows: Rows | AgentRows, counts: list[int], where: str, *, is_step: bool) -> None:
-    """Raise WireError where rewards or flags are not there for every slot of a step, or rewards are not finite.
+    """Raise WireError if rewards or flags are not there for every slot of a step, or rewards are not finite.
 
     counts    slots of each part; of one agent there is one part
     """
@@ -113,7 +113,7 @@ def _check_columns(rows: Rows | AgentRows, counts: list[int], where: str, *, is_
 
 
 def _check_numbers(space: gym.Space[Any], items: Tree, slots: Sequence[int], where: str, what: str = "slot") -> None:
-    """Raise WireError where an array of floats, one item of a space for each of `slots`, has a NaN.
+    """Raise WireError if an array of floats, one item of a space for each of `slots`, has a NaN.
 
     what    a slot is called
     """
@@ -125,7 +125,7 @@ def _check_numbers(space: gym.Space[Any], items: Tree, slots: Sequence[int], whe
 
 
 def check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:
-    """Raise WireError where vector infos can't be split by slots."""
+    """Raise WireError if vector infos can't be split by slots."""
     if isinstance(infos, SlotInfos):
         if infos.count != slots:
             raise WireError(f"{where} of {infos.count} slots, expected {slots}", "rows")
@@ -193,7 +193,7 @@ class AgentForm:
     def check_rows(self, rows: AgentRows, request: Reset | Step, slots: int) -> AgentRows:
         """The answer of a lane of so many environments, its observations as the spaces have them.
 
-        Raises WireError where arrays don't fit, rewards are not finite, or an observation is not a number.
+        Raises WireError if arrays don't fit, rewards are not finite, or an observation is not a number.
         """
         where, is_step = f"{request.kind} {rows.number} of lane {rows.lane}", isinstance(request, Step)
         seen, obs = self._observed(rows.agent_slots, rows.obs, slots, (where, "obs"))
@@ -262,7 +262,7 @@ def _parts_in(space: gym.Space[Any], where: str) -> tuple[gym.Space[Any], ...]:
 
 
 def _check_different(observed: Sequence[gym.Space[Any]], done: Sequence[gym.Space[Any]]) -> None:
-    """Raise WireError where two parts have the same spaces."""
+    """Raise WireError if two parts have the same spaces."""
     parts: dict[bytes, int] = {}
     for part, spaces in enumerate(zip(observed, done, strict=True)):
         other = parts.setdefault(pack([describe_space(space) for space in spaces]), part)
@@ -306,7 +306,7 @@ def _envs_ended(rows: AgentRows, is_step: bool, slots: int, where: str) -> NDArr
 
 
 def _check_infos(infos: Infos, count: int, agents: int, where: str) -> None:
-    """Raise WireError where infos are not those of so many environments, or of agents that there are."""
+    """Raise WireError if infos are not those of so many environments, or of agents that there are."""
     if len(infos) not in (0, count):
         raise WireError(f"{where} of {len(infos)} environments, expected {count}, or none", "rows")
     for each in infos:
