@@ -206,10 +206,10 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         return slots
 
     def _has_all_of(self, slot: int) -> bool:
-        """Hear what belongs to a slot's answer; False: its worker was ended before that was read."""
+        """Hear what belongs to a slot's answer, which has been sent; False: its worker was ended before that was read."""
         link = self._link_of[slot]
-        while slot not in self.beside and link.sock is not None:
-            deque(self._heard_from(link), 0)
+        while slot not in self.beside and (frames := link.receive()):
+            deque(self._all_answered(link, frames), 0)
         return slot in self.beside
 
     def _joined(self, came: list[Any]) -> SlotAnswers:
