@@ -206,7 +206,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         return slots
 
     def _has_all_of(self, slot: int) -> bool:
-        """Hear what belongs to a slot's answer, which has been sent; False: its worker was ended before that was read."""
+        """Hear what belongs to a slot's answer, and was sent before; False: its worker has ended before it was read."""
         link = self._link_of[slot]
         while slot not in self.beside and (frames := link.receive()):
             deque(self._all_answered(link, frames), 0)
