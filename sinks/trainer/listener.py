@@ -5,6 +5,7 @@ import select
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from time import monotonic, sleep
 from typing import Any
 
@@ -200,10 +201,10 @@ class TrainerListener:
         is_running = connection.phase is wire.ConnectionPhase.RUNNING
         if source is None or source.connection is not connection or not is_running:
             return
-        if peer.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
+        if peer.wanted != (wanted := (source.session.window, source.is_awaited)) and not source.sends_nothing:
             peer.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
-            connection.tell(wire.Settings(self.bound.order(source, version).as_settings()))
+            connection.tell(wire.Settings(asdict(self.bound.order(source, version))))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
         self._behind.add(source)
         if connection.undelivered > _MUCH and not is_last:
@@ -247,8 +248,8 @@ class TrainerListener:
                 self.trace.arrives(arrived, now)
             case wire.Metrics():
                 ((news, told),) = event.metrics.items()
-                if news == "joined":
-                    source.take_lane(told)
+                if news == "lanes":
+                    source.take_lanes(told)
                     self.bound.widen(source)
                     self._behind.add(source)
                 elif news == "left":

@@ -186,8 +186,7 @@ class RolloutDescription:
     version            policy version that it acts with
     weights_id         of its weights, if a trainer sent them; None: they have none
     seed               of its environments; None: unknown
-    lanes              that there are, also gone ones of `aside`, if lanes come and go
-    aside              lane that is gone, and number of its last item; of each
+    aside              fixed lane that is gone, and number of its last item; of each
     shares_memory      whether it lends its fragments
     is_by_module       train batches, or what is made of its fragments, are module id -> train batch: there are several
                        agents
@@ -206,7 +205,6 @@ class RolloutDescription:
     version: int
     weights_id: bytes | None = None
     seed: int | None = None
-    lanes: Sequence[int] | None = None
     aside: Sequence[Sequence[int]] = ()
     shares_memory: bool = False
     is_by_module: bool = False

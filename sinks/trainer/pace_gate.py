@@ -5,10 +5,10 @@ import math
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.env.lane_source import LaneGate
@@ -105,10 +105,10 @@ class StreamOrder:
     """Settings by which a trainer wants a rollout's stream.
 
     window         items that the trainer takes beyond the last one that it is done with
-    ahead          fragments that a lane may have begun beyond that, or train batches; None: any number in the window
+    ahead          fragments that a lane may have begun beyond that, or train batches; 0: the trainer does not wait for
+                   the rollout yet; None: any number in the window
     version        of the newest published weights: the rollout is to act with these, or newer ones
     needs          number of items that the trainer has to have at a time before it is done with any
-    lanes          that may begin fragments, while others wait until the trainer waits for theirs; None: all
     stays          whether a rollout whose last fragment has come stays until all are acknowledged
     """
 
@@ -116,18 +116,7 @@ class StreamOrder:
     ahead: int | None
     version: int
     needs: int = 1
-    lanes: frozenset[int] | None = None
     stays: bool = False
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Read it from a `settings` message."""
-        lanes = settings["lanes"]
-        return cls(**{**settings, "lanes": None if lanes is None else frozenset(lanes)})
-
-    def as_settings(self) -> dict[str, Any]:
-        """Entries of a `settings` message."""
-        return {**asdict(self), "lanes": None if self.lanes is None else sorted(self.lanes)}
 
 
 class BatchCredits:
@@ -167,16 +156,16 @@ class BatchCredits:
 class PaceGate(LaneGate):
     """Gate that lets a lane begin a fragment once its trainer is there, waits for it, and its weights are in use.
 
-    It also collects which lanes come and go, and gives each such news once.
+    It also collects news of lanes, and gives each once: how many there are where they come and go, else which are gone.
 
-    buffer      items that were given to the trainer
-    name        of the trainer, in reports
-    lanes       at the beginning; None: the trainer is to know of none
-    ring        called when there is news of lanes, in the graph's thread
+    buffer     items that were given to the trainer
+    name       of the trainer, in reports
+    lanes      that there are at the beginning, where lanes come and go; None: they are fixed
+    ring       called when there is news of lanes, in the graph's thread
 
-    last_items  lane -> None while it is there; once it is gone, number of an item behind which it has no fragment.
-                Never changed in place: hellos are made in a thread of their own
-    given       lane -> number of its fragments that came to the sink
+    lanes      that there are; never changed in place, as `aside` is not: hellos are made in a thread of their own
+    aside      fixed lane that is gone -> number of an item behind which it has no fragment
+    given      fixed lane -> number of its fragments that came to the sink
     credits    for train batches whose pace is bounded; None: others are sent, or fragments
     order      of the trainer; None: it has not been there yet
     done       number of the last item that the trainer is done with
@@ -190,11 +179,11 @@ class PaceGate(LaneGate):
         self.order: StreamOrder | None = None
         self.done = self.version = 0
         self.problem = ""
-        self.last_items: dict[int, int | None] = dict.fromkeys(lanes or ())
-        self._tells_lanes, self._ring = lanes is not None, ring
-        self._come: list[int] = []
-        self._gone: dict[int, int] = {}  # lane -> number of its fragments in all
+        self.lanes = None if lanes is None else frozenset(lanes)
+        self.aside: dict[int, int] = {}
         self.given: Counter[int] = Counter()
+        self._told, self._ring = self.lanes, ring
+        self._gone: dict[int, int] = {}  # fixed lane -> number of its fragments in all
         self._buffer, self._name = buffer, name
 
     @property
@@ -218,9 +207,8 @@ class PaceGate(LaneGate):
         return self.order is not None and self.order.ahead is not None
 
     def _lets_begin(self, lane: Any) -> bool:
-        if self._tells_lanes and lane.index not in self.last_items:
-            self.last_items = self.last_items | {lane.index: None}
-            self._come.append(lane.index)
+        if self.lanes is not None and lane.index not in self.lanes:
+            self.lanes |= {lane.index}
             self._ring()
         if not self._is_wanted(lane):
             return False
@@ -243,31 +231,27 @@ class PaceGate(LaneGate):
     def gone(self, lane: int, fragments: int) -> None:
         """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
         self._begun_by.pop(lane, None)
-        if lane in self.last_items:
+        if self.lanes is None:
             self._gone[lane] = fragments
-            self._ring()
+        else:
+            self.lanes -= {lane}
+        self._ring()
 
     def give(self, lane: int, sequence: int) -> None:
         """Note that a lane's fragment has come to the sink."""
-        self.given[lane] = sequence + 1
+        if self.lanes is None:
+            self.given[lane] = sequence + 1
 
     def take_news(self, number: int) -> list[dict[str, Any]]:
-        """Take the news: lanes that have come, and lanes that are gone, with all fragments in items up to `number`."""
-        if not (self._come or self._gone):
-            return []
-        news: list[dict[str, Any]] = [{"joined": lane} for lane in self._come]
-        self._come.clear()
+        """Take the news: number of lanes, or fixed ones that are gone, with all fragments in items up to `number`."""
+        if self.lanes is not self._told:
+            self._told = self.lanes
+            return [{"lanes": len(self.lanes or ())}]
         over = [lane for lane, fragments in self._gone.items() if self.given[lane] >= fragments]
         for lane in over:
             del self._gone[lane]
-            self.given.pop(lane, None)
-        self.last_items = self.last_items | dict.fromkeys(over, number)
-        return news + [{"left": [lane, number]} for lane in over]
-
-    def forget_lanes(self, number: int) -> None:
-        """Forget lanes that are gone, if the trainer never wants again items up to `number`."""
-        if any(last is not None and last <= number for last in self.last_items.values()):
-            self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
+            self.aside = self.aside | {lane: number}
+        return [{"left": [lane, number]} for lane in over]
 
     def look_again(self) -> None:
         """Have refused lanes try again. Called in the graph's thread."""
@@ -280,8 +264,6 @@ class PaceGate(LaneGate):
             return False
         if order.ahead is None:
             return True
-        if order.lanes is not None and (lane.index if self.credits is None else 0) not in order.lanes:
-            return False
         if self.credits is not None:
             return self.credits.admits(self.done, order.ahead)
         under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink

@@ -18,7 +18,7 @@ from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.socket_loop import Peer, quoted
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 
-_NONE_GONE: frozenset[int] = frozenset()
+_NONE: frozenset[int] = frozenset()
 
 
 def number_in(value: Any) -> int:
@@ -143,7 +143,7 @@ class RolloutPeer:
     lost_at: float = 0.0  # when its connection was lost last
     reason: str = ""  # why it was
     reminder: WaitReminder = field(default_factory=WaitReminder)  # when to log again that it is awaited
-    joined_at: int = 0  # policy version here when it was last taken in, or rounds began to have lanes of it
+    joined_at: int = 0  # policy version here when it was last taken in, or joined rounds
 
     # From its Hello
     called: str = "?"  # the name that it gives itself
@@ -151,9 +151,9 @@ class RolloutPeer:
     sends_nothing: bool = False  # it takes weights alone, as a follower
     rollout: RolloutDescription = messages.UNKNOWN
 
-    lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
-    awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
-    aside: dict[int, int] = field(default_factory=dict)  # lane that is gone -> number of its last item
+    lanes: frozenset[int] = _NONE  # fixed ones also if they are gone; as many as there are, if they come and go
+    is_awaited: bool = False  # rounds are made of its lanes
+    aside: dict[int, int] = field(default_factory=dict)  # fixed lane that is gone -> number of its last item
     needs: int = 1  # items of it that the trainer has to have at a time, see `StalenessBound`
     beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
     told_done: tuple[int, int] = (-1, -1)  # numbers of the last `Done` through its connection
@@ -183,16 +183,15 @@ class RolloutPeer:
         return max(1, len(self.lanes) - len(self.gone))
 
     @property
-    def unfinished(self) -> int:
-        """Number of lanes with items that the trainer may not be done with."""
-        done = self.session.done
-        return max(1, len(self.lanes) - sum(number <= done for number in self.aside.values()))
+    def awaited(self) -> frozenset[int]:
+        """Lanes that rounds are made of."""
+        return self.lanes - self.gone if self.is_awaited else _NONE
 
     @property
     def gone(self) -> frozenset[int]:
         """Lanes of which no more items come."""
         if not self.aside:
-            return _NONE_GONE
+            return _NONE
         return frozenset(lane for lane, number in self.aside.items() if number <= self.session.taken)
 
     @property
@@ -272,7 +271,7 @@ class RolloutPeer:
         spaces = self.rollout.parts[0]
         entries, before = message.rest.get("layout"), self._layouts.get(message.lane)
         layout = messages.layout_told(entries, spaces.part.recorded_space, before)
-        if message.lane in self.lanes:
+        if message.lane < MOST_LANES:
             self._layouts[message.lane] = layout
         fragment = fragment_of(message, layout, spaces.seen)
         version = fragment.policy_version if fragment.num_rows else None
@@ -287,17 +286,14 @@ class RolloutPeer:
             which = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
             raise WireError(f"{which}, expected another lane", "fragment")
 
-    def await_all(self, version: int) -> bool:
-        """Make rounds of all lanes that there are, at this newest policy version; True where these are others.
+    def join_rounds(self, version: int) -> bool:
+        """Have rounds made of its lanes from now on, at this newest policy version; False if they are already.
 
-        A lane begins nothing before: what it gives is as fresh as what others give.
+        It begins nothing before: what it gives is as fresh as what others give.
         """
-        lanes = frozenset(self.lanes - self.gone)
-        if lanes == self.awaited:
+        if self.is_awaited:
             return False
-        if not self.awaited:
-            self.joined_at = version
-        self.awaited = lanes
+        self.is_awaited, self.joined_at = True, version
         return True
 
     def move_on(self, number: int) -> None:
@@ -314,40 +310,23 @@ class RolloutPeer:
         session.kept = max(session.kept, session.done if most is None else min(session.done, most))
 
     def _introduce_lanes(self, count: int) -> None:
-        """Take the lanes of a Hello with so many slots. Raises WireError where they make no sense."""
-        lanes = range(count) if self.rollout.has_fixed_lanes else self.rollout.lanes
-        if lanes is None or len(lanes) > count:
-            raise WireError(f"hello.metadata.lanes is {shown(lanes)}, expected {count} whole numbers")
-        self.lanes, self.aside = {0} if self.rollout.sends_batches else set(lanes), {}
+        """Take the lanes of a Hello, so many. Raises WireError where they make no sense."""
+        self.take_lanes(count)
+        self.aside = {}
         for lane, number in self.rollout.aside:
             self.set_aside(lane, number)
-        # Where it had ended, others went on without it.
-        self.awaited = self.awaited & self.lanes if self.is_present else frozenset()
+        self.is_awaited = self.is_awaited and self.is_present  # where it had ended, others went on without it
 
-    def take_lane(self, lane: int) -> None:
-        """Add a lane, unless the Hello had it. Raises WireError where none may come."""
-        if self.rollout.sends_batches or lane in self.lanes:
-            return
-        if self.rollout.has_fixed_lanes:
-            raise WireError(f"lane {lane} has come, expected none but the {len(self.lanes)} of the hello", "message")
-        over = {each for each, number in self.aside.items() if number <= self.session.kept}
-        self.lanes -= over
-        self.awaited -= over
-        self.aside = {each: number for each, number in self.aside.items() if each not in over}
-        self._layouts = {each: layout for each, layout in self._layouts.items() if each not in over}
-        if len(self.lanes) >= MOST_LANES:
-            most = f"at most {MOST_LANES}, those among them that are gone and not acknowledged in full"
-            raise WireError(f"lane {lane} has come, expected {most}", "message")
-        self.lanes.add(lane)
+    def take_lanes(self, count: int) -> None:
+        """Take the number of lanes that there are; train batches come as if of one."""
+        self.lanes = frozenset(range(1 if self.rollout.sends_batches else count))
 
     def set_aside(self, lane: int, number: int) -> None:
         """Note that a lane has no item behind this one. Raises WireError where there is no such lane."""
         if self.rollout.sends_batches:
             return
-        if self.rollout.has_fixed_lanes and lane not in self.lanes:
-            raise WireError(f"lane {shown(lane)} is set aside, expected one of {len(self.lanes)}", "message")
         if lane not in self.lanes:
-            return  # it has been forgotten
+            raise WireError(f"lane {shown(lane)} is set aside, expected one of {len(self.lanes)}", "message")
         self.aside[lane] = number
 
 
@@ -357,14 +336,14 @@ class RolloutConnection(Peer[wire.ReceiverConnection]):
 
     source      the rollout at its other end; None: it has not been taken in
     version     of the weights that were sent last
-    wanted      window and awaited lanes that were sent last
+    wanted      window that was sent last, and whether the source was awaited
     borrower    of what is lent through it; None: nothing is
     called      as the rollout calls itself; None: it has not proved itself
     """
 
     source: RolloutPeer | None = None
     version: int = -1
-    wanted: tuple[int | None, frozenset[int]] = (-1, frozenset())
+    wanted: tuple[int | None, bool] = (-1, False)
     borrower: FragmentBorrower | None = None
     called: str | None = None
 

@@ -86,8 +86,6 @@ class BatchObserver:
 
 AnyRollout = Rollout | MultiAgentRollout
 
-_sinks: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[TrainerSink]]" = weakref.WeakKeyDictionary()  # by rollout
-
 
 def check_rollout(rollout: object) -> None:
     """Raise ValueError for anything but a rollout."""
@@ -293,17 +291,15 @@ class TrainerSink:
             raise GraphError(f"{where} has another rollout by now, expected a sink for each")
         rollout.be_drawn_anew()
         self._ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
-        _sinks.setdefault(rollout, weakref.WeakSet()).add(self)
-        sends_fragments = self._sends == "fragments"
-        sink = weakref.proxy(self)  # it holds the gate
-        lanes = range(rollout.environments.num_lanes) if sends_fragments else None
+        sink, environments = weakref.proxy(self), rollout.environments  # it holds the gate
+        lanes = None if environments.has_fixed_lanes else range(environments.num_lanes)
         self._gate = PaceGate(self._session, self._trainer_name, lanes, lambda: sink._uplink.bell.ring())
         self._seen = BatchObserver(rollout, self._gate.see)
         rollout.hold_back(self._gate)
-        if not sends_fragments:
+        if self._sends == "batches":
             rollout.watch(self._seen)
         elif self._lender is not None:
-            rollout.environments.share()
+            environments.share()
         self._drawn = rollout
         return [rollout]
 
@@ -333,10 +329,10 @@ class TrainerSink:
 
         newest    version and id of the newest weights that came from a trainer; None: none have
         """
-        lanes = self._gate.last_items  # before the others: one that comes meanwhile has its slots among them
+        lanes = self._gate.lanes  # before the others: one that comes meanwhile has its slots among them
         rollout, environments = self._rollout, self._rollout.environments
         slots = tuple(env.num_envs for env in environments.envs) or (1,)
-        if not environments.has_fixed_lanes:
+        if lanes is not None:
             slots = tuple(slots[lane] for lane in lanes) or slots[:1]
         ids = self._ids or ()
         if isinstance(rollout, MultiAgentRollout):
@@ -344,25 +340,22 @@ class TrainerSink:
             to_train = rollout.learner.to_train
         else:
             weights, to_train = rollout.module.state_dict(), None
-        # Of several trainers, one might have a lane that comes in another round than the others.
-        is_common = environments.has_fixed_lanes or self._sends == "batches" or len(_sinks[rollout]) == 1
         description = messages.RolloutDescription(
             sends=self._sends,
             parts=messages.parts_of(rollout),
             weights=shapes_of(weights),
-            has_fixed_lanes=environments.has_fixed_lanes,
+            has_fixed_lanes=lanes is None,
             is_stateful=isinstance(rollout, Rollout) and is_stateful(rollout.module),
             module=type(rollout.module).__name__,
             version=self._version,
             weights_id=newest[1] if newest is not None and newest[0] == self._version else None,
             seed=rollout.seed if rollout.seed < MOST_NUMBER else None,
-            lanes=None if environments.has_fixed_lanes else list(lanes),
-            aside=[[lane, number] for lane, number in lanes.items() if number is not None],
+            aside=[*self._gate.aside.items()],
             shares_memory=self._lender is not None,
             is_by_module=isinstance(rollout, MultiAgentRollout),
             to_train=to_train,
             published=ids,
-            can_be_paced=self._can_be_paced and is_common,
+            can_be_paced=self._can_be_paced,
         )
         return {"slots": slots, "metadata": description.plain()}
 
@@ -421,8 +414,6 @@ class TrainerSink:
     def _send_lane_news(self) -> None:
         for news in self._gate.take_news(self._session.given):
             self._uplink.tell(news)
-        if not self._rollout.environments.has_fixed_lanes:
-            self._gate.forget_lanes(self._session.kept)
 
     def _notify(self) -> None:
         """Wake the tasks that wait for a change."""

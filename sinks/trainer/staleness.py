@@ -120,23 +120,28 @@ class StalenessBound:
         if ahead is None:
             count = 1 if self._batches is None else self._batches.fragments
             return (1 + self._prefetch) * max(source.streams, count or 1), count or source.streams
+        if not source.rollout.has_fixed_lanes:
+            raise WireError(
+                "the trainer holds rollouts back by on_excess='pace', and lanes of this one come and go (RemoteEnvs, "
+                "RemoteRollouts): expected on_excess='drop' or 'mask', or a rollout whose lanes are fixed, such as one "
+                "on each host that feeds the trainer itself",
+                "pace",
+            )
         if not source.rollout.can_be_paced:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
-                "come, or go into which train batch or round: expected no edge that drops, no other trainers of "
-                "RemoteEnvs or RemoteRollouts, and a LearnerPipeline alone between the rollout and a sink that sends "
-                "batches, or another on_excess",
+                "come, or go into which train batch: expected no edge that drops, and a LearnerPipeline alone between "
+                "the rollout and a sink that sends batches, or another on_excess",
                 "pace",
             )
         # Twice: every lane may have begun `ahead` before the slowest has given its first, and fragments of faster lanes
         # that the trainer is done with may lie behind one that it is not done with.
-        return 2 * ahead * source.unfinished, ahead * source.unfinished
+        return 2 * ahead * len(source.lanes), ahead * len(source.lanes)
 
     def order(self, source: RolloutPeer, version: int) -> StreamOrder:
         """Settings for a rollout, which is to act with weights of `version` or newer ones."""
-        ahead, window = self.ahead, source.session.window or 1
-        lanes = None if ahead is None else source.awaited
-        return StreamOrder(window, ahead, version, needs=source.needs, lanes=lanes, stays=self._stays)
+        ahead = self.ahead if self.ahead is None or source.is_awaited else 0
+        return StreamOrder(source.session.window or 1, ahead, version, needs=source.needs, stays=self._stays)
 
     def widen(self, source: RolloutPeer) -> None:
         """Widen the window of a rollout that is there to what it may send now; it never shrinks."""

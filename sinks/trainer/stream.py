@@ -69,7 +69,7 @@ class ItemRounds:
 
     waiting    items that have come, oldest first
 
-    The lanes of a round by lane are settled when it begins. A lane that comes meanwhile is in the next one; a lane that
+    The rollouts of a round by lane are settled when it begins. One that comes meanwhile is in the next one; a lane that
     is gone is in those for which it has given fragments.
     """
 
@@ -78,13 +78,13 @@ class ItemRounds:
         self._count, self._is_by_lane, self._has_begun = count, by_lane, False
 
     def begin(self, present: Present, version: int) -> bool:
-        """Let the next round be of all lanes that there are now, unless a round has begun; True if they have changed.
+        """Let the next round be of all rollouts that there are now, unless one has begun; True if there are others.
 
         version    newest policy version, when the trainer has no batch that it may publish for
         """
-        if not self._is_by_lane or (self._has_begun and any(source.awaited - source.gone for source in present())):
+        if not self._is_by_lane or (self._has_begun and any(source.awaited for source in present())):
             return False
-        return any([source.await_all(version) for source in present()])
+        return any([source.join_rounds(version) for source in present()])
 
     def joined(self, arrived: Iterable[ArrivedItem]) -> list[ArrivedItem]:
         """Waiting items, with `arrived` added; by lane, but for those that were handed over before a restart."""
@@ -105,7 +105,7 @@ class ItemRounds:
     def _take_by_lane(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
         first, later = one_of_each(self.waiting, lambda each: (each.source, each.lane))
         given = {(each.source, each.lane) for each in first}
-        awaited = {(source, lane) for source in present() for lane in source.awaited - source.gone}
+        awaited = {(source, lane) for source in present() for lane in source.awaited}
         self._has_begun = not awaited <= given
         return ([], self.waiting) if self._has_begun else (first, later)
 
@@ -138,9 +138,10 @@ class TrainerStream:
                                its older steps get False in the batch's `loss_mask`. "pace": the rollouts wait, so that
                                none gets older, if weights are published at most once per batch, before the next is
                                asked for; a batch is then one fragment of every lane, or one train batch of every
-                               rollout. With max_lag=0 all is exactly on-policy. Of several agents, some may have acted
-                               before and wait for their next observation: those steps are masked. Fragments by weights
-                               of an earlier trainer are left out and counted
+                               rollout. Rollouts whose lanes come and go are refused. With max_lag=0 all is exactly on-
+                               policy. Of several agents, some may have acted before and wait for their next
+                               observation: those steps are masked. Fragments by weights of an earlier trainer are left
+                               out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer asks for the next batch.
                                "manual": when `ack` is called, as a rule after a checkpoint
         limits                 of frames, times and bytes under way

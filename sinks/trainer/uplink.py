@@ -219,7 +219,7 @@ class TrainerUplink:
                     self._lender.begin(peer.connection, peer.transport)
                 self.problem, self.goodbye, self._is_welcomed = "", None, True
             case wire.Settings():
-                self.wanted = StreamOrder.of(event.settings)
+                self.wanted = StreamOrder(**event.settings)
                 self.session.window, self.session.needs = self.wanted.window, self.wanted.needs
             case wire.Weights():
                 self._take_weights(event)

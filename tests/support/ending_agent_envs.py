@@ -59,13 +59,6 @@ class DoomedAgents(NumberedAgents):
         return answer
 
 
-class NeverResetAgents(NumberedAgents):
-    """Raises in every reset."""
-
-    def reset(self, **options: Any) -> Any:
-        raise RuntimeError("it has no beginning")
-
-
 def logs_of(folder: Path, slot: int) -> list[list[AgentsTold]]:
     """Return an environment's logs, one for each life."""
     lives = sorted(folder.glob(f"log {slot} *"), key=lambda path: int(path.name.split()[-1]))

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -29,15 +28,13 @@ from property_examples import examples
 from remote_rollouts import await_that
 from wire_values import same
 
-from rollflow import Fragment as RolloutFragment, Rollout, TrainerStream
-from rollflow.nodes.offloaded.fragment_message import PartSpaces
+from rollflow import Fragment as RolloutFragment, TrainerStream
 from rollflow.sinks import Batches
-from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
+from rollflow.sinks.trainer.messages import layout_told
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.stream import ItemRounds
 from rollflow.stream.data.errors import RunError, WireError
-from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Done, Fragment, Limits, ReceiverSession
 
@@ -66,33 +63,12 @@ def test_a_layout_is_the_one_before_if_it_is_the_same_and_refused_if_it_is_none(
 
 def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
     source = RolloutPeer(ReceiverSession(bytes(16)))
-    source.lanes = {0, 1, 2}
+    source.take_lanes(3)
     source.set_aside(1, 4)
     with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
         source.read(Fragment(1, 5, {}, {}))
     with pytest.raises(WireError, match="lane 3 is set aside, expected one of 3"):
         source.set_aside(3, 0)
-
-
-def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None:
-    with Rollout("CartPole-v1", num_envs=2, fragment_length=4, num_fragments=1, seed=0) as rollout:
-        (fragment,) = rollout.fragments()
-    spaces = [fragment.observation_space]
-    message = message_of_fragment(1, fragment, spaces)
-    source = RolloutPeer(ReceiverSession(bytes(16)))
-    part = AgentPart(("agent",), spaces[0], fragment.layout.action_space)
-    source.lanes = {0, 1}
-    source.rollout = replace(source.rollout, parts=[PartSpaces(part, spaces)], has_fixed_lanes=False)
-    for number, lane in enumerate([0, 1, 7, 8, 9], 1):
-        arrived = source.read(replace(message, number=number, lane=lane))
-        assert (arrived.number, arrived.lane) == (number, lane)
-    assert source._layouts.keys() == {0, 1}
-    source.set_aside(1, 2)
-    source.move_on(1)
-    source.move_on(2)
-    source.keep()
-    source.take_lane(5)
-    assert source._layouts.keys() == {0}
 
 
 def taken_of(rounds: ItemRounds, *present: RolloutPeer) -> list[int]:
@@ -104,7 +80,8 @@ def taken_of(rounds: ItemRounds, *present: RolloutPeer) -> list[int]:
 def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
     rounds = ItemRounds(None, by_lane=False)
     large, small = RolloutPeer(ReceiverSession(bytes(16))), RolloutPeer(ReceiverSession(bytes(range(16))))
-    large.lanes, small.lanes = set(range(8)), {0}
+    large.take_lanes(8)
+    small.take_lanes(1)
     large.life, small.life = PeerLife.LEFT, PeerLife.HERE
     one, *others = ArrivedItem(large, 0, {}, None), *(ArrivedItem(small, number, {}, None) for number in range(1, 5))
     rounds.waiting = rounds.joined([one])

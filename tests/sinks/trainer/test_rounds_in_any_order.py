@@ -1,4 +1,4 @@
-"""A trainer and a rollout whose lanes come and go, step by step: whatever happens in between, rounds are right.
+"""A trainer and a rollout whose lanes may be lost, step by step: whatever happens in between, rounds are right.
 
 Both ends are those of a real run, but for what lies between them: messages come when they are drawn to, connections are
 cut, and trainers are started again, at any step.
@@ -6,7 +6,7 @@ cut, and trainers are started again, at any step.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,16 +64,11 @@ class Rollout:
     def __init__(self, lanes: int) -> None:
         self.lanes = {index: Lane(index) for index in range(lanes)}
         self.session = ResendBuffer(1 << 30)
-        self.gate = PaceGate(self.session, "it", self.lanes, lambda: None)
+        self.gate = PaceGate(self.session, "it", None, lambda: None)
         self.pieces: list[Piece] = []  # by their numbers
         self.under_way: deque[Piece] = deque()
         self.to_tell: deque[Any] = deque()
-        self.version, self.count, self.next = 0, lanes, 1
-
-    def come(self) -> None:
-        if len(self.lanes) < 4 and self.count < 9:
-            self.lanes[self.count] = Lane(self.count)
-            self.count += 1
+        self.version, self.next = 0, 1
 
     def work(self, place: int) -> None:
         """Have a lane begin a fragment, or end it."""
@@ -99,7 +94,6 @@ class Rollout:
         """Have the sink look at what there is."""
         self.gate.done, self.gate.version = self.session.done, self.version
         self.to_tell += self.gate.take_news(self.session.given)
-        self.gate.forget_lanes(self.session.kept)
         window = 1 if self.gate.order is None else self.gate.order.window
         if self.under_way and self.session.given - self.session.done < window:
             piece = self.under_way.popleft()
@@ -130,12 +124,10 @@ class Trainer:
         self.holds: list[ArrivedItem] = []
         self.has_published = True
 
-    def meet(self, lanes: dict[int, int | None]) -> None:
+    def meet(self, lanes: int, aside: dict[int, int]) -> None:
         """Take a hello."""
-        aside = [[lane, number] for lane, number in lanes.items() if number is not None]
-        told: dict[str, Any] = {"has_fixed_lanes": False, "lanes": list(lanes), "aside": aside}
-        self.source.rollout = replace(UNKNOWN, can_be_paced=True, **told)
-        self.source._introduce_lanes(max(1, len(lanes)))
+        self.source.rollout = replace(UNKNOWN, aside=[*aside.items()])
+        self.source._introduce_lanes(lanes)
         self.source.session.window, self.source.needs = self.windows.window_of(self.source)
         self.source.life = PeerLife.HERE
         self.is_first = True
@@ -147,11 +139,8 @@ class Trainer:
             self.source.session.take(number, may_skip=self.is_first)
             self.is_first = False
             self.rounds.waiting = self.rounds.joined([ArrivedItem(self.source, number, piece, piece.version)])
-        elif "left" in message:
-            self.source.set_aside(*message["left"])
         else:
-            self.source.take_lane(message["joined"])
-            self.windows.widen(self.source)
+            self.source.set_aside(*message["left"])
 
     def publish(self) -> None:
         if self.holds and not self.has_published:
@@ -181,7 +170,7 @@ class World:
 
     def __init__(self, lanes: int, max_lag: int) -> None:
         self.rollout, self.trainer = Rollout(lanes), Trainer(max_lag, (0, set(), 1))
-        self.max_lag, self.handed = max_lag, dict[int, int]()
+        self.lanes, self.max_lag, self.handed = lanes, max_lag, dict[int, int]()
         self.up: deque[Any] = deque()
         self.down: deque[Any] = deque()
         self.told: list[Any] = []
@@ -193,7 +182,7 @@ class World:
         self.up.clear()
         self.down.clear()
         session = self.rollout.session
-        self.trainer.meet(self.rollout.gate.last_items)
+        self.trainer.meet(self.lanes, self.rollout.gate.aside)
         self.rollout.next = max(self.trainer.source.session.taken, session.kept) + 1
         session.done, self.told = session.kept, [None, None, None]
 
@@ -212,10 +201,10 @@ class World:
             self.up.append((rollout.next, rollout.pieces[rollout.next - 1]))
             rollout.next += 1
         source, version = self.trainer.source, self.trainer.version
-        wants = source.session.window, source.awaited
+        wants = source.session.window, source.is_awaited
         done = source.session.done, source.session.kept
         for place, (now, message) in enumerate(
-            ((wants, self.trainer.windows.order(source, version).as_settings()), (version, version), (done, done))
+            ((wants, asdict(self.trainer.windows.order(source, version))), (version, version), (done, done))
         ):
             if self.told[place] != now:
                 self.told[place] = now
@@ -230,7 +219,7 @@ class World:
             return
         message, rollout = self.down.popleft(), self.rollout
         if isinstance(message, dict):
-            rollout.gate.order = StreamOrder.of(message)
+            rollout.gate.order = StreamOrder(**message)
         elif isinstance(message, int):
             rollout.version = max(rollout.version, message)
         else:
@@ -268,7 +257,6 @@ ACTS: dict[str, Callable[[World, int], None]] = {
     "publish": lambda world, place: world.trainer.publish(),
     "ask": lambda world, place: world.ask(),
     "go on": lambda world, place: world.everything_goes_on(),
-    "come": lambda world, place: world.rollout.come(),
     "lose": lambda world, place: world.rollout.lose(place),
     "cut": lambda world, place: world.cut(),
     "restart": lambda world, place: world.restart(),
@@ -277,7 +265,7 @@ ACTS: dict[str, Callable[[World, int], None]] = {
 
 @settings(max_examples=examples(80))
 @given(
-    lanes=st.integers(1, 3),
+    lanes=st.integers(1, 4),
     max_lag=st.integers(0, 2),
     acts=st.lists(
         st.tuples(st.sampled_from([*ACTS, *["go on", "work", "give"] * 3]), st.integers(0, 3)),
