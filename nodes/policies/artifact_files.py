@@ -255,7 +255,7 @@ def manifest_of(data: bytes, name: str) -> dict[str, Any]:
     manifest = json_of(data, name)
     digest = manifest.get("digest") if isinstance(manifest, dict) else None
     if not isinstance(digest, str) or len(digest) != len(_NO_DIGEST) or data.count(digest.encode()) != 1:
-        raise PolicyError(f"{name} has no digest, expected the manifest of a policy")
+        raise PolicyError(f"{name} has no digest, expected one of its other fields")
     if _digest(data.replace(digest.encode(), _NO_DIGEST.encode())) != digest:
         raise PolicyError(f"{name} has another digest than it says: it was altered")
     del manifest["digest"]

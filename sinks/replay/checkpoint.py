@@ -34,7 +34,7 @@ from rollflow.stream.data.errors import ReplayError
 MANIFEST = "manifest.json"
 _KIND, _FORMAT = "rollflow replay", 3
 _PLAIN = "plain"  # name of the JSON text among the arrays of a file
-_OURS = "index-*", "rows-*", ".*.new"
+_OURS = *(f"{kind}-{'[0-9a-f]' * 16}*" for kind in ("index", "rows")), ".*.new"
 
 
 class CheckpointFolder(LockedFolder):

@@ -231,12 +231,14 @@ def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) 
 def test_a_folder_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path, played: Played) -> None:
     replay = saved(tmp_path / "replay", played.fragments[:1])
     (tmp_path / "replay" / MANIFEST).write_text("{}")
-    (tmp_path / "replay" / "notes").write_text("somebody else's")
+    somebody_elses = [tmp_path / "replay" / name for name in ("notes", "index-page.html", "rows-2024.csv")]
+    for path in somebody_elses:
+        path.write_text("")
     replay.save(tmp_path / "replay")
     again = loaded(tmp_path / "replay")
     for row in rows_of(again.sample(8)):
         played.check_row(row, frames=2)
-    assert (tmp_path / "replay" / "notes").exists()
+    assert all(path.exists() for path in somebody_elses)
     (tmp_path / "file").write_text("")
     with pytest.raises(ReplayError, match="file is a file, expected a replay's checkpoint, which is a folder"):
         replay.save(tmp_path / "file")
