@@ -577,10 +577,12 @@ class ClipActionsConnector(ActionConnector):
         return replace(ac_data, output=(batch[Columns.ACTIONS_FOR_ENV][0], *ac_data.output[1:]))
 
 
-class NormalizeActionsConnector(ClipActionsConnector):
+class NormalizeActionsConnector(ActionConnector):  # in pipelines it must not be found as a ClipActionsConnector
     """Scales actions from -1 … 1 to low … high of Boxes that are bounded on all sides."""
 
     normalize_actions = True
+    _piece: NormalizeAndClipActions | None = None
+    transform = ClipActionsConnector.transform
 
 
 def _immutable(actions: Any, states: Any, fetches: Any) -> PolicyOutputType:

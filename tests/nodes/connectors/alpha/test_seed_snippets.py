@@ -179,6 +179,8 @@ def test_connectors_of_a_nested_pipeline_have_its_context() -> None:
     made = outer(ActionConnectorDataType("e", "a", {}, (np.array([0.5], np.float32), [], {}))).output[0]
     assert made.tolist() == [3.0]
     assert not made.flags.writeable
+    with pytest.raises(ConnectorError, match="ClipActionsConnector"):  # which the one that normalizes is not
+        inner.remove(ClipActionsConnector)
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"sign": True}, 1.0), ({"limit": 2.0}, 2.0), ({}, 7.0)])
