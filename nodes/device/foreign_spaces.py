@@ -12,7 +12,8 @@ from rollflow.stream.data.errors import EnvError, shown
 def gymnasium_space(space: Any, seen: Any = None) -> gym.Space[Any]:
     """Gymnasium's form of a space. Raises EnvError for one of another kind.
 
-    seen    what lies in it, a tree of what has a dtype, which a Box then has, rather than the one it says
+    seen    what lies in it, a tree of what has a dtype, which a Box then has, rather than the one it says; bounds that
+            lie beyond that are its least and its greatest number
     """
     kind = type(space).__name__
     if kind == "Discrete":
@@ -21,7 +22,10 @@ def gymnasium_space(space: Any, seen: Any = None) -> gym.Space[Any]:
         return spaces.MultiDiscrete(np.asarray(space.nvec))
     if kind == "Box":
         dtype = np.dtype(space.dtype if seen is None else seen.dtype)
-        low, high = (np.broadcast_to(np.asarray(bound, dtype), space.shape) for bound in (space.low, space.high))
+        bounds: list[Any] = [np.asarray(bound) for bound in (space.low, space.high)]
+        if dtype.kind in "iub":  # as numbers of Python, since greatest ones of floats are others
+            bounds = [np.clip(bound.astype(object), *whole_limits(dtype)) for bound in bounds]
+        low, high = (np.broadcast_to(np.asarray(bound, dtype), space.shape) for bound in bounds)
         return spaces.Box(low, high, dtype=dtype.type)
     if kind == "Dict":
         return spaces.Dict({key: gymnasium_space(part, seen and seen[key]) for key, part in space.spaces.items()})
@@ -29,3 +33,8 @@ def gymnasium_space(space: Any, seen: Any = None) -> gym.Space[Any]:
         parts = enumerate(space.spaces)
         return spaces.Tuple([gymnasium_space(part, seen and seen[place]) for place, part in parts])
     raise EnvError(f"a space is {shown(space)}, expected a Discrete, MultiDiscrete, Box, Dict or Tuple")
+
+
+def whole_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """The least and the greatest of the whole numbers, or of False and True, that a dtype has."""
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, checking_constructor
 from rollflow.nodes.device.agent_rows import AgentRows
+from rollflow.nodes.device.foreign_spaces import whole_limits
 from rollflow.nodes.env.observation_check import STEP_GIVES, kind_of
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.stream.data.cached_property import cached_property
@@ -287,11 +288,9 @@ def _space_of(observations: Tree) -> gym.Space[Any]:
         dtype = torch.empty(0, dtype=observations.dtype, device="cpu").numpy().dtype
     except TypeError:
         raise EnvError(f"an observation is {observations.dtype}, expected a dtype that numpy has") from None
-    if dtype.kind == "f":
+    if dtype.kind not in "iub":
         return spaces.Box(-np.inf, np.inf, tuple(observations.shape[1:]), dtype.type)
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else np.iinfo(np.int8)
-    low, high = (0, 1) if dtype.kind == "b" else (limits.min, limits.max)
-    return spaces.Box(low, high, tuple(observations.shape[1:]), dtype.type)
+    return spaces.Box(*whole_limits(dtype), tuple(observations.shape[1:]), dtype.type)
 
 
 def _actions_in(space: Any) -> gym.Space[Any]:

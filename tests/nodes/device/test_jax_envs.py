@@ -10,11 +10,12 @@ import torch
 from extras import needs
 from fragment_equality import assert_alike
 from hypothesis import given, settings, strategies
-from jax_forms import Brax, Gymnax, Gymnax1, LoopSlot, Pgx, Wrapped
+from jax_forms import Box, Brax, Gymnax, Gymnax1, LoopSlot, Pgx, Wrapped
 from property_examples import examples
 
 from benchmarks.host_reads import counting_reads
 from rollflow import Columns, JaxEnvs, Rollout
+from rollflow.nodes.device.foreign_spaces import gymnasium_space
 from rollflow.nodes.env.stepping import seeds_for
 from rollflow.stream import EnvError
 
@@ -71,6 +72,15 @@ def test_params_are_those_that_are_given() -> None:
     with Rollout(env, fragment_length=16, num_fragments=1, seed=0) as rollout:
         (fragment,) = list(rollout.fragments())
     assert max(len(episode) for episode in fragment.episodes()) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("int32", -(1 << 31), (1 << 31) - 1), ("uint8", 0, 255), ("bool", 0, 1)]
+)
+@pytest.mark.parametrize("bound", [np.inf, jax.numpy.full(2, jax.numpy.inf), 1e30])
+def test_bounds_beyond_a_dtype_are_those_of_the_dtype(dtype: str, least: int, most: int, bound: Any) -> None:
+    space: Any = gymnasium_space(Box(-bound, bound, (2,)), np.zeros(2, dtype))
+    assert (space.dtype, space.low.tolist(), space.high.tolist()) == (dtype, [least] * 2, [most] * 2)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
