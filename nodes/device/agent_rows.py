@@ -58,7 +58,8 @@ class AgentRows:
             extras["final_obs"], done = now, flags[0] | flags[1]
             fresh = self._fresh(ended)
             now = map_tree(lambda new, old: torch.where(done.view(-1, *[1] * (old.ndim - 1)), new, old), fresh, now)
-        return now, self._rows(_each(rewards)), *flags, extras
+        # A scenario may give rewards any[N, 1].
+        return now, self._rows(_each(rewards)).flatten(), *flags, extras
 
     def _fresh(self, ended: list[int]) -> Tree:
         """Observations after a reset of these environments; those of the others may be other than they were."""

@@ -140,13 +140,23 @@ def test_time_outs_truncate_the_episodes_that_end(time_outs: str) -> None:
         np.testing.assert_array_equal(cut, odd & (ends | cut) & (time_outs != "missing"))
 
 
-def test_agents_of_vmas_are_read_once_a_step_and_ended_together() -> None:
-    env = TorchEnvs(VmasEnv(NumberedTensors(3)))
+class InColumns(VmasEnv):
+    """Its rewards are any[N, 1], as those of VMAS's "wheel"."""
+
+    def step(self, actions: list[torch.Tensor]) -> tuple[Any, ...]:
+        observations, rewards, *others = super().step(actions)
+        return observations, [each[:, None] for each in rewards], *others
+
+
+@pytest.mark.parametrize("kind", [VmasEnv, InColumns])
+def test_agents_of_vmas_are_read_once_a_step_and_ended_together(kind: type[VmasEnv]) -> None:
+    env = TorchEnvs(kind(NumberedTensors(3)))
     env.reset_tensors([3])
     with counting_reads() as reads:
         steps = [env.step_tensors(torch.zeros(6, 2)) for _ in range(8)]
     assert (reads, env.num_envs, env.num_agents) == (["numpy"] * 8, 6, 2)
     for each in steps:
+        assert each.rewards.shape == (6,)
         assert torch.equal(each.terminateds[::2], each.terminateds[1::2])
         assert torch.equal(each.observations[::2], each.observations[1::2])
     assert env.last_extras["agents"].keys() == {"agent_0", "agent_1"}
