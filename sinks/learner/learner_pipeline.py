@@ -29,7 +29,6 @@ class FragmentGatherer(Generic[F]):
     fragments_per_batch    number of fragments in a batch, which takes them in the order in which they come
     batch_of               makes a train batch of fragments, {} if there is nothing to learn
 
-    left_out               number of fragments in no batch: without a transition, too old, or with nothing to learn
     is_running             True once it has taken a fragment, until its run is over
     """
 
@@ -39,16 +38,11 @@ class FragmentGatherer(Generic[F]):
         self, fragments_per_batch: int, lag: LagBound | None, batch_of: Callable[[Sequence[F]], Batch]
     ) -> None:
         check_numbers(fragments_per_batch=(fragments_per_batch, 1))
-        self.fragments_per_batch, self.left_out = fragments_per_batch, 0
+        self.fragments_per_batch = fragments_per_batch
         self._lag, self._batch_of = lag, batch_of
         self._waiting: list[F] = []
         self._origins = BatchOrigins()
         self.is_running = False
-        self._watchers: list[Callable[[], None]] = []
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Register a function to be called, in the thread that makes batches, when `left_out` grows."""
-        self._watchers.append(changed)
 
     def finish(self) -> Iterator[LearnerOutput]:
         """Make a batch of the fragments that are left."""
@@ -71,8 +65,6 @@ class FragmentGatherer(Generic[F]):
         self.is_running = True
         if fragment.num_steps and (self._lag is None or self._lag.admits(fragment)):
             self._waiting.append(fragment)
-        else:
-            self._leave_out(1)
         if len(self._waiting) < self.fragments_per_batch:
             return LearnerOutput(None)
         return self._make_batch()
@@ -83,14 +75,7 @@ class FragmentGatherer(Generic[F]):
         self._waiting = []
         if batch:
             self._origins.note(batch, fragments)
-        else:
-            self._leave_out(len(fragments))
         return LearnerOutput(batch or None)
-
-    def _leave_out(self, fragments: int) -> None:
-        self.left_out += fragments
-        for changed in self._watchers:
-            changed()
 
 
 class LearnerPipeline(FragmentGatherer[Fragment]):

@@ -142,12 +142,6 @@ def oldest_version(batches: Iterable[Batch]) -> int | None:
     return min(oldest, default=None)
 
 
-def newest_version(batches: Iterable[Batch]) -> int | None:
-    """The newest policy version that actions were computed with; None where no batch says."""
-    versions = [each[Columns.POLICY_VERSION] for each in batches if Columns.POLICY_VERSION in each]
-    return max((int(each.max()) for each in versions if len(each)), default=None)
-
-
 def num_steps(batches: Iterable[Batch]) -> int:
     """Steps in all of them: rows, or what the loss masks have of them."""
     count = 0
@@ -192,8 +186,7 @@ class RolloutDescription:
                        agents
     to_train           ids of the modules that train batches are made for; None: all that act
     published          ids of the modules whose weights the trainer publishes
-    can_be_paced       whether it knows which fragments go into which batch, and sends all that it makes; None: it does
-                       if it sends fragments
+    sends_all          whether all that it makes comes to its sink: no edge drops
     """
 
     sends: str
@@ -210,7 +203,7 @@ class RolloutDescription:
     is_by_module: bool = False
     to_train: Collection[str] | None = None
     published: Sequence[str] = ()
-    can_be_paced: bool = True
+    sends_all: bool = True
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "RolloutDescription":

@@ -1,7 +1,6 @@
 """Pace gate: bounds how far a rollout may run ahead of its trainers, and keeps what they have not acknowledged."""
 
 import logging
-import math
 import secrets
 import threading
 from collections import Counter, deque
@@ -12,9 +11,7 @@ from typing import Any
 
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.env.lane_source import LaneGate
-from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.stream.data.loss_ledger import Origin
-from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import SESSION_BYTES, Done, Fragment, SenderSession
 
@@ -105,8 +102,8 @@ class StreamOrder:
     """Settings by which a trainer wants a rollout's stream.
 
     window         items that the trainer takes beyond the last one that it is done with
-    ahead          fragments that a lane may have begun beyond that, or train batches; 0: the trainer does not wait for
-                   the rollout yet; None: any number in the window
+    ahead          fragments that a lane may have begun beyond that; 0: the trainer does not wait for the rollout yet;
+                   None: any number in the window
     version        of the newest published weights: the rollout is to act with these, or newer ones
     needs          number of items that the trainer has to have at a time before it is done with any
     stays          whether a rollout whose last fragment has come stays until all are acknowledged
@@ -117,40 +114,6 @@ class StreamOrder:
     version: int
     needs: int = 1
     stays: bool = False
-
-
-class BatchCredits:
-    """Bound on a rollout's fragments under way, so that the train batches they go into come soon enough.
-
-    A fragment that is begun when `done` batches are done with has to go into one of the next `ahead`. It does if no
-    more fragments are begun, until it has come, than there is room for in those batches. For batches are made of
-    fragments in the order in which they come.
-
-    gatherer    makes the batches
-    """
-
-    def __init__(self, gatherer: FragmentGatherer[Any]) -> None:
-        self._gatherer = gatherer
-        self._come = 0  # fragments that have left the rollout
-        self._under_way: dict[tuple[int, int], int] = {}  # lane, sequence -> batches that were done with at its begin
-
-    def admits(self, done: int, ahead: int) -> bool:
-        """True if another fragment may be begun."""
-        room = self._gatherer.fragments_per_batch * (min(self._under_way.values(), default=done) + ahead)
-        return self._come + len(self._under_way) - self._gatherer.left_out < room
-
-    def begin(self, lane: int, sequence: int, done: int) -> None:
-        """Count a fragment that a lane begins."""
-        self._under_way[lane, sequence] = done
-
-    def come(self, lane: int, sequence: int) -> None:
-        """Note that a fragment has left the rollout. Those before it in its lane never come."""
-        self.leave(lane, sequence)
-        self._come += 1
-
-    def leave(self, lane: int, last: float = math.inf) -> None:
-        """Forget a lane's fragments under way, up to the last that never comes."""
-        self._under_way = {key: done for key, done in self._under_way.items() if key[0] != lane or key[1] > last}
 
 
 class PaceGate(LaneGate):
@@ -166,7 +129,6 @@ class PaceGate(LaneGate):
     lanes      that there are; never changed in place, as `aside` is not: hellos are made in a thread of their own
     aside      fixed lane that is gone -> number of an item behind which it has no fragment
     given      fixed lane -> number of its fragments that came to the sink
-    credits    for train batches whose pace is bounded; None: others are sent, or fragments
     order      of the trainer; None: it has not been there yet
     done       number of the last item that the trainer is done with
     version    policy version that the rollout acts with
@@ -175,7 +137,6 @@ class PaceGate(LaneGate):
 
     def __init__(self, buffer: ResendBuffer, name: str, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
         super().__init__()
-        self.credits: BatchCredits | None = None
         self.order: StreamOrder | None = None
         self.done = self.version = 0
         self.problem = ""
@@ -210,23 +171,14 @@ class PaceGate(LaneGate):
         if self.lanes is not None and lane.index not in self.lanes:
             self.lanes |= {lane.index}
             self._ring()
-        if not self._is_wanted(lane):
+        order = self.order
+        if order is None or self.version < order.version:
             return False
-        if self.credits is not None:
-            self.credits.begin(lane.index, lane.sequence, self.done)
-        return True
-
-    def see(self, fragment: AnyFragment) -> None:
-        """Note that a fragment has left the rollout, to go into a train batch."""
-        if self.credits is not None:
-            self.credits.come(fragment.lane, fragment.sequence)
-            self._changed()
-
-    def leave(self, lane: int) -> None:
-        """Note that nothing comes from a lane any more."""
-        if self.credits is not None:
-            self.credits.leave(lane)
-            self._changed()
+        if order.ahead is None:
+            return True
+        under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
+        kept = sum(1 for entry in self._buffer.later_than(self.done) if entry.message.lane == lane.index)
+        return under_way + kept < order.ahead
 
     def gone(self, lane: int, fragments: int) -> None:
         """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
@@ -256,16 +208,3 @@ class PaceGate(LaneGate):
     def look_again(self) -> None:
         """Have refused lanes try again. Called in the graph's thread."""
         self._changed()
-
-    def _is_wanted(self, lane: Any) -> bool:
-        """True if the trainer takes another fragment of a lane, with the weights that the rollout has."""
-        order = self.order
-        if order is None or self.version < order.version:
-            return False
-        if order.ahead is None:
-            return True
-        if self.credits is not None:
-            return self.credits.admits(self.done, order.ahead)
-        under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
-        kept = sum(1 for entry in self._buffer.later_than(self.done) if entry.message.lane == lane.index)
-        return under_way + kept < order.ahead

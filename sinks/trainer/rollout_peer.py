@@ -71,9 +71,8 @@ class ArrivedItem(NamedTuple):
     @property
     def newest_version(self) -> int | None:
         """The newest policy version that an action of several agents was computed with; None: nobody knows."""
-        if isinstance(self.item, MultiAgentFragment):
-            return messages.acting_versions(self.item, self.source.rollout.published)[1]
-        return messages.newest_version(messages.batches_in(self.batch, is_by_module=True))
+        assert isinstance(self.item, MultiAgentFragment)
+        return messages.acting_versions(self.item, self.source.rollout.published)[1]
 
     @property
     def num_steps(self) -> int:

@@ -22,7 +22,7 @@ from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer import messages
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.messages import AnyFragment, Batch, FinishedEpisodes
-from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
+from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
@@ -45,11 +45,9 @@ class BatchObserver:
     """Node without outputs that observes every fragment as it leaves its rollout.
 
     rollout    of the fragments
-    see        called with every fragment
     """
 
-    def __init__(self, rollout: Rollout | MultiAgentRollout, see: Callable[[Any], None]) -> None:
-        self._see = see
+    def __init__(self, rollout: Rollout | MultiAgentRollout) -> None:
         self._returns: Any = EpisodeReturns()
         if isinstance(rollout, MultiAgentRollout):
             modules, observer = rollout.module, weakref.proxy(self)  # which holds the returns
@@ -59,7 +57,6 @@ class BatchObserver:
 
     def __call__(self, fragments: Any) -> None:
         """Observe one fragment."""
-        self._see(fragments)
         self._returns(fragments)
 
     def describe(self) -> str:
@@ -174,7 +171,7 @@ class TrainerSink:
         self._ids: tuple[str, ...] | None = None  # of modules whose weights the trainer publishes; None: of one module
         self._gate: PaceGate  # holds the rollout back, and knows its lanes as a trainer is to know them
         self._seen: BatchObserver  # sees its fragments where train batches are sent
-        self._can_be_paced = sends == "fragments"
+        self._sends_all = True  # no edge before it drops
         self._makers: list[Any] = []  # methods of nodes before the sink: the origins of a batch
         sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
@@ -192,7 +189,8 @@ class TrainerSink:
         """Find the rollout among the nodes that lead to the sink, and return it if it is new."""
         changed = self._take_rollout(sources, is_all=is_all)
         if is_all:
-            self._take_makers(sources, drops=drops)
+            self._take_makers(sources)
+            self._sends_all = not drops
         return changed
 
     async def run(self, fragments: Inlet[AnyFragment | Batch]) -> None:
@@ -294,7 +292,7 @@ class TrainerSink:
         sink, environments = weakref.proxy(self), rollout.environments  # it holds the gate
         lanes = None if environments.has_fixed_lanes else range(environments.num_lanes)
         self._gate = PaceGate(self._session, self._trainer_name, lanes, lambda: sink._uplink.bell.ring())
-        self._seen = BatchObserver(rollout, self._gate.see)
+        self._seen = BatchObserver(rollout)
         rollout.hold_back(self._gate)
         if self._sends == "batches":
             rollout.watch(self._seen)
@@ -303,13 +301,8 @@ class TrainerSink:
         self._drawn = rollout
         return [rollout]
 
-    def _take_makers(self, sources: Sequence[Any], *, drops: bool) -> None:
-        """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
-
-        drops    whether some may be lost on their way
-
-        Raises GraphError where there can't be what is to be sent.
-        """
+    def _take_makers(self, sources: Sequence[Any]) -> None:
+        """Know which fragments go into which train batch. Raises GraphError where there can't be what is to be sent."""
         makers = [node for node in sources if node is not self._rollout]
         self._makers = [node.origins_of for node in makers if hasattr(node, "origins_of")]
         if self._sends == "batches" and not makers:
@@ -319,10 +312,6 @@ class TrainerSink:
             )
         if self._sends == "fragments" and any(isinstance(node, FragmentGatherer) for node in makers):
             raise GraphError("train batches come to a sink with sends='fragments', expected sends='batches'")
-        if self._gate.credits is None and len(makers) == 1 and isinstance(makers[0], FragmentGatherer):
-            self._gate.credits = BatchCredits(makers[0])
-            makers[0].watch(self._uplink.bell.ring)
-        self._can_be_paced = not drops and (self._sends == "fragments" or self._gate.credits is not None)
 
     def _hello(self, newest: tuple[int, bytes] | None) -> dict[str, Any]:
         """What the first message of a connection to the trainer says of the rollout as it is now.
@@ -355,7 +344,7 @@ class TrainerSink:
             is_by_module=isinstance(rollout, MultiAgentRollout),
             to_train=to_train,
             published=ids,
-            can_be_paced=self._can_be_paced,
+            sends_all=self._sends_all,
         )
         return {"slots": slots, "metadata": description.plain()}
 

@@ -127,11 +127,16 @@ class StalenessBound:
                 "on each host that feeds the trainer itself",
                 "pace",
             )
-        if not source.rollout.can_be_paced:
+        if source.rollout.sends_batches:
+            raise WireError(
+                "the trainer holds rollouts back by on_excess='pace', and this one sends train batches: expected "
+                "sends='fragments', or on_excess='drop', 'mask' or 'raise'",
+                "pace",
+            )
+        if not source.rollout.sends_all:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
-                "come, or go into which train batch: expected no edge that drops, and a LearnerPipeline alone between "
-                "the rollout and a sink that sends batches, or another on_excess",
+                "come: expected no edge that drops, or another on_excess",
                 "pace",
             )
         # Twice: every lane may have begun `ahead` before the slowest has given its first, and fragments of faster lanes

@@ -65,7 +65,7 @@ class ItemRounds:
     """Items that have come and wait, of which rounds are made: so many that came first, or one of every lane.
 
     count       items in a round; None: one for every lane of the rollouts that are there, and what is left of others
-    by_lane     a round is one fragment of every lane, each lane's next, or one train batch of every rollout
+    by_lane     a round is one fragment of every lane, each lane's next
 
     waiting    items that have come, oldest first
 
@@ -137,11 +137,10 @@ class TrainerStream:
         on_excess              effect on an older one. "drop": it is left out and counted. "raise": LagError. "mask":
                                its older steps get False in the batch's `loss_mask`. "pace": the rollouts wait, so that
                                none gets older, if weights are published at most once per batch, before the next is
-                               asked for; a batch is then one fragment of every lane, or one train batch of every
-                               rollout. Rollouts whose lanes come and go are refused. With max_lag=0 all is exactly on-
-                               policy. Of several agents, some may have acted before and wait for their next
-                               observation: those steps are masked. Fragments by weights of an earlier trainer are left
-                               out and counted
+                               asked for; a batch is then one fragment of every lane. Rollouts whose lanes come and go,
+                               or that send train batches, are refused. With max_lag=0 all is exactly on-policy. Of
+                               several agents, some may have acted before and wait for their next observation: those
+                               steps are masked. Fragments by weights of an earlier trainer are left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer asks for the next batch.
                                "manual": when `ack` is called, as a rule after a checkpoint
         limits                 of frames, times and bytes under way

@@ -182,10 +182,7 @@ def test_what_a_trainer_never_got_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert "transitions not delivered: trainer unix:" in caplog.text
 
 
-SENDS: dict[str, dict[str, Any]] = {"fragments": {}, "batches": {"sends": "batches", "fragments_per_batch": 2}}
-
-
-def trainer_of(address: str, folder: Path, max_lag: int, **more: Any) -> TrainerChild:
+def trainer_of(address: str, folder: Path, max_lag: int | None, **more: Any) -> TrainerChild:
     return TrainerChild(address, folder, ack="auto", yields="batches", limits=SHORT, max_lag=max_lag, **more)
 
 
@@ -203,11 +200,15 @@ def steps_of(records: Sequence[Record], slot: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("address", "sends", "max_lag"), [("shm", "fragments", 0), ("unix", "batches", 1)], indirect=["address"]
+    ("address", "sends", "max_lag"),
+    [("shm", {}, 0), ("unix", {}, 1), ("unix", {"sends": "batches", "fragments_per_batch": 2}, None)],
+    indirect=["address"],
 )
-def test_trainers_and_rollouts_may_be_killed_anytime(max_lag: int, sends: str, address: str, tmp_path: Path) -> None:
+def test_trainers_and_rollouts_may_be_killed_anytime(
+    max_lag: int | None, sends: dict[str, Any], address: str, tmp_path: Path
+) -> None:
     """A rollout's own steps are whole up to some moment; those of one that goes on are, to the end."""
-    drawn, sink = random.Random(11), SENDS[sends] | {"limits": SHORT}
+    drawn, sink = random.Random(11), sends | {"limits": SHORT}
     with feeding(address, (0, 1, 2, 3), lanes=2, sink=sink | {"name": "steady"}) as steady:
         trainer = trainer_of(address, tmp_path, max_lag, sources=2)
         for life in range(1, 6):
@@ -233,14 +234,15 @@ def test_trainers_and_rollouts_may_be_killed_anytime(max_lag: int, sends: str, a
     records = records_of(tmp_path)
     check_whole(records)
     assert sum(len(steps_of(records, slot)) for slot in range(4)) == steady.rollout.num_steps
-    assert all(steps_of(records, slot) for slot in (10, 20, 30, 40, 50, 90))
+    # Rounds wait for all under pace alone: else one that was killed at once may have given nothing.
+    assert max_lag is None or all(steps_of(records, slot) for slot in (10, 20, 30, 40, 50, 90))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sends", "max_lag"), [("fragments", 1), ("batches", 0)])
-def test_one_killed_between_publishing_and_saving_counts_what_is_lost(max_lag: int, sends: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_one_killed_between_publishing_and_saving_counts_what_is_lost(max_lag: int, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
-    with feeding(address, (0, 1, 2, 3), lanes=2, sink=SENDS[sends] | {"limits": SHORT}) as feed:
+    with feeding(address, (0, 1, 2, 3), lanes=2, sink={"limits": SHORT}) as feed:
         for dies_at in (2, 0, 0, 3, 1):
             child = trainer_of(address, tmp_path, max_lag, dies_at=dies_at)
             child.process.join(30)
@@ -258,5 +260,5 @@ def test_one_killed_between_publishing_and_saving_counts_what_is_lost(max_lag: i
     lost, missed = lost_by(tmp_path)
     assert set(lost) == {"max_lag"}
     assert missed
-    left_out = lost["max_lag"] + missed * (32 if sends == "batches" else 16)
+    left_out = lost["max_lag"] + missed * 16
     assert sum(record.steps for record in records) + left_out == feed.rollout.num_steps

@@ -1,6 +1,5 @@
 """No fragment is older than the bound, and under pace rounds are of the lanes that there are."""
 
-from collections import deque, namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -37,8 +36,6 @@ from remote_rollouts import await_that, makers, rollout_over, rollouts_on
 
 from rollflow import Columns, Graph, RemoteEnvs, RemoteRollouts, Rollout, TrainerStream
 from rollflow.sinks import TrainerSink
-from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
-from rollflow.sinks.trainer.pace_gate import BatchCredits
 from rollflow.sinks.trainer.rollout_peer import PeerLife
 from rollflow.stream import LagError, WireError
 from rollflow.stream.wire import Limits
@@ -51,22 +48,20 @@ def arrived_at(stream: TrainerStream) -> int:
 
 
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-@given(**strategies(max_lag=(0, 3), lanes=(1, 3), where=["inline", "threads"], per_batch=[None, 1, 2, 4]))
+@given(**strategies(max_lag=(0, 3), lanes=(1, 3), where=["inline", "threads"]))
 def test_under_pace_every_action_is_as_new_as_it_must_be_and_nothing_is_lost(
-    max_lag: int, lanes: int, where: Any, per_batch: int | None
+    max_lag: int, lanes: int, where: Any
 ) -> None:
-    """Of fragments, and of train batches of so many of them that are made where the rollout is."""
-    sink = {} if per_batch is None else {"sends": "batches", "fragments_per_batch": per_batch}
     with trainer(max_lag=max_lag, on_excess="pace") as stream:
         stream.publish(weights(1.0))
-        with feeding(stream.address, (0, 1, 2), lanes=lanes, where=where, num_fragments=8, sink=sink) as feed:
+        with feeding(stream.address, (0, 1, 2), lanes=lanes, where=where, num_fragments=8) as feed:
             steps = 0
             for batch in stream:
                 assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - max_lag
                 # What acted was what had been published under this version.
                 np.testing.assert_array_equal(batch["weight"], batch[Columns.POLICY_VERSION])
                 assert all((each.lag or 0) <= max_lag for each in stream.handed)
-                assert len(stream.handed) == (lanes if per_batch is None else 1)
+                assert len(stream.handed) == lanes
                 steps += len(batch[Columns.REWARDS])
                 stream.publish(weights(stream.version + 1.0))
     assert steps == feed.rollout.num_steps
@@ -153,7 +148,7 @@ def test_older_steps_are_masked() -> None:
 def test_so_it_is_with_agents_but_for_pending_actions(max_lag: int, lanes: int, at_once: bool, seed: int) -> None:
     _, rollout = made(Drawn(3, lanes, 4, 1, 9, at_once, 8, 1, True, seed), num_fragments=8)
     stream = trainer(max_lag=max_lag, on_excess="pace")
-    with fed(stream, rollout):
+    with fed(stream, rollout, sends="fragments"):
         steps = masked = 0
         for batches in stream:
             for batch in batches.values():
@@ -171,19 +166,18 @@ def test_so_it_is_with_agents_but_for_pending_actions(max_lag: int, lanes: int, 
     ("sends", "told"),
     [
         ("fragments", "expected no edge that drops"),
-        ("batches", "a LearnerPipeline alone between the rollout and a sink that sends batches"),
+        ("batches", "this one sends train batches: expected sends='fragments', or on_excess='drop', 'mask' or 'raise'"),
     ],
 )
 def test_a_rollout_that_can_not_be_held_back_is_refused(sends: Any, told: str) -> None:
-    """Its fragments may be dropped, or somebody else makes batches of them."""
+    """Its fragments may be dropped, or batches are made of them."""
     rollout = rollout_of([0], num_fragments=4)
     with trainer(max_lag=0, on_excess="pace", join_timeout=20.0) as stream:
         sink, graph = TrainerSink(str(stream.address), sends=sends, limits=SHORT), Graph("feed")
         if sends == "batches":
-            graph.add(rollout=rollout, learner=learner_of(rollout), mine=lambda batches: batches)
+            graph.add(rollout=rollout, learner=learner_of(rollout))
             graph.connect("rollout.fragments", "learner")
-            graph.connect("learner", "mine")
-            graph.connect("mine", sink)
+            graph.connect("learner", sink)
         else:
             graph.connect(rollout.fragments, sink, capacity=1, overflow="drop_oldest")
         with pytest.raises(WireError, match=told), running(graph, rollout, sink) as feed:
@@ -191,96 +185,12 @@ def test_a_rollout_that_can_not_be_held_back_is_refused(sends: Any, told: str) -
             feed.ended.result(60)
 
 
-BATCHES = 8
-
-
-class Counted(FragmentGatherer[Any]):
-    """Makes batches of numbers."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count, None, self._made)
-
-    def __call__(self, fragments: Any) -> Any:
-        return self._take(fragments).batches
-
-    @staticmethod
-    def _made(fragments: Any) -> dict[str, Any]:
-        return {} if all(fragment.is_in_vain for fragment in fragments) else {"of": fragments}
-
-
-Begun = namedtuple("Begun", ("lane", "sequence", "done", "num_steps", "is_in_vain"))
-"""A fragment that was begun when so many batches were done with."""
-
-
-@settings(max_examples=examples(60))
-@given(**strategies(data=st.data(), lanes=(1, 4), fragments_per_batch=(1, 5), ahead=(1, 4), may_be_empty=bool))
-def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goes_on(
-    data: Any, lanes: int, fragments_per_batch: int, ahead: int, may_be_empty: bool
-) -> None:
-    gathering = Counted(fragments_per_batch)
-    credits = BatchCredits(gathering)
-    making: dict[int, Begun] = {}
-    sequences, going = [0] * lanes, list(range(lanes))
-    coming: deque[Begun] = deque()  # on their way to where batches are made
-    batches: list[Any] = []
-    done = 0
-    while done < BATCHES:
-        free = [lane for lane in going if lane not in making]
-        moves: list[Any] = [("begin", lane) for lane in free if credits.admits(done, ahead)]
-        moves += [("leave", lane) for lane in making]
-        moves += [("leave for good", lane) for lane in making] if len(going) > 1 else []
-        moves += [("gather", 0)] if coming else []
-        moves += [("move on", 0)] if done < len(batches) else []
-        assert moves, "it stands still"
-        move, lane = data.draw(st.sampled_from(moves))
-        if move == "begin":
-            steps, in_vain = data.draw(st.tuples(st.integers(0, 1), st.booleans())) if may_be_empty else (1, False)
-            making[lane] = Begun(lane, sequences[lane], done, steps, in_vain)
-            credits.begin(lane, sequences[lane], done)
-            sequences[lane] += 1
-        elif move == "leave":
-            coming.append(making.pop(lane))
-            credits.come(lane, coming[-1].sequence)
-        elif move == "leave for good":
-            going.remove(lane)
-            del making[lane]
-            credits.leave(lane)
-        elif move == "gather":
-            batch = gathering(coming.popleft())
-            if batch is not None:
-                batches.append(batch["of"])
-                assert all(len(batches) <= fragment.done + ahead for fragment in batches[-1])
-        else:
-            done += 1
-
-
-def test_a_fragment_that_was_lost_is_waited_for_no_more() -> None:
-    gathering = Counted(1)
-    credits = BatchCredits(gathering)
-    for sequence in range(2):
-        assert credits.admits(0, 2)
-        credits.begin(0, sequence, 0)
-    assert not credits.admits(0, 2)
-    credits.come(0, 1)
-    assert credits.admits(0, 2)
-
-
-def test_what_is_left_out_is_told() -> None:
-    told: list[int] = []
-    gathering = Counted(2)
-    gathering.watch(lambda: told.append(gathering.left_out))
-    for steps, is_in_vain in [(0, False), (1, True), (1, True), (1, False), (1, True)]:
-        gathering(Begun(0, 0, 0, steps, is_in_vain))
-    assert told == [1, 3]
-
-
 PACED: dict[str, Any] = {"max_lag": 0, "on_excess": "pace"}
 
 
-@pytest.mark.parametrize("sends", ["fragments", "batches"])
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_older(max_lag: int, sends: str) -> None:
-    options: dict[str, Any] = {"lanes": 2, "num_fragments": 8, "sink": {"sends": sends, "fragments_per_batch": 2}}
+def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_older(max_lag: int) -> None:
+    options: dict[str, Any] = {"lanes": 2, "num_fragments": 8}
     with trainer(max_lag=max_lag, on_excess="pace") as stream:
         with feeding(stream.address, (0, 1), **options) as one:
             batches = iter(stream)

@@ -133,10 +133,9 @@ def test_a_feed_follows_the_rollouts_own_rules() -> None:
         feed(rollout, "tcp://127.0.0.1:9", limits=SHORT)
 
 
-@pytest.mark.parametrize("sends", ["fragments", "batches"])
 @pytest.mark.parametrize("where", ["inline", "processes"])
-def test_a_trainer_that_takes_its_time_is_named(sends: Any, where: Any) -> None:
-    options: dict[str, Any] = {"where": where, "sink": {"sends": sends}, "num_fragments": 3, "lanes": 1}
+def test_a_trainer_that_takes_its_time_is_named(where: Any) -> None:
+    options: dict[str, Any] = {"where": where, "num_fragments": 3, "lanes": 1}
     with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address, (0, 1), **options) as fed:
         for number, _ in enumerate(stream):
             if number < 2:  # behind the last one nobody is held back any more

@@ -387,7 +387,7 @@ def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:
 
 def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_anew() -> None:
     rollout = agents()
-    seen = BatchObserver(rollout, see=lambda fragment: None)
+    seen = BatchObserver(rollout)
     returns: Any = seen._returns
 
     def finish(count: int, *ids: Any) -> None:
