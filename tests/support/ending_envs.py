@@ -106,7 +106,7 @@ def check_chunks(fragments: list[Fragment]) -> None:
     for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
         for index, chunk in enumerate(fragment.episodes()):
             by_slot.setdefault((fragment.lane, int(fragment.chunks.slot[index])), []).append((fragment, chunk))
-    for chunks in by_slot.values():
+    for (lane, slot), chunks in by_slot.items():
         ids = [chunk.id_ for _, chunk in chunks]
         assert len(dict.fromkeys(ids)) == 1 + sum(a != b for a, b in pairwise(ids))
         for place, (fragment, chunk) in enumerate(chunks):
@@ -121,7 +121,10 @@ def check_chunks(fragments: list[Fragment]) -> None:
                 assert before is not None
                 assert before.id_ == chunk.id_
             elif before is not None and not before.is_done:
-                # It ended with the fragment before: there is no chunk left that could say so.
-                assert [loss.row for loss in fragment.losses][:1] == [fragment.first_row]
+                # It ended where a fragment begins: there is no chunk left that could say so.
+                since, until = chunks[place - 1][0].sequence, fragment.sequence
+                between = [each for each in fragments if each.lane == lane and since < each.sequence <= until]
+                lost_at = [loss.row for each in between for loss in each.losses if slot in loss.slots]
+                assert fragment.first_row in lost_at
             lost = chunk.custom_data.get("lost")
             assert lost is None or (chunk.is_truncated and not chunk.is_terminated)

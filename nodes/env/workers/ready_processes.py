@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from rollflow.nodes.env.async_pool import SlotAnswers
 from rollflow.nodes.env.env_source import check_same_space, count_of, side_by_side, sizes_of
 from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame, lane_block
-from rollflow.nodes.env.workers.lane_status import LanePhase
+from rollflow.nodes.env.workers.lane_status import MAX_FAILURES, LanePhase
 from rollflow.nodes.env.workers.ready_server import ANSWERED
 from rollflow.nodes.env.workers.ready_slots import ReadySlots
 from rollflow.nodes.env.workers.watch import Activity
@@ -23,12 +23,15 @@ from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait
+
+_RESET = LanePhase.RESETTING, LanePhase.READY  # phases of workers that are asked for resets, or have been
 
 
 class SlotsLink(LaneLink):
@@ -112,8 +115,8 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._all.register(self._answers_from, selectors.EVENT_READ)
         self.beside: dict[int, dict[str, Any]] = {}
         self._kept: list[int] = []  # slots whose answers are to be handed over next
-        self._to_end: dict[int, str] = {}  # slots that begin anew, and why
-        self._begun: dict[int, str] = {}  # the same of those that have
+        self._begun: dict[int, str] = {}  # slots that have begun anew, and why
+        self._to_leave: list[int] = []  # slots of `_to_end` that never do, once what they answered has been taken
         self.block: SharedBlock | None = None
         self._columns: dict[str, Column] = {}
         self._observations: Tree = None  # rows of those columns
@@ -159,11 +162,23 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             self._let_go(list(self._to_end))
         super().close()
 
+    def completed(self) -> Iterator[Any]:
+        yield from super().completed()
+        if self.is_draining and not any(link.asks for link in self.remotes):
+            self.in_flight = 0  # there is nothing to be waited for
+
     def finish(self) -> Iterator[Any]:
         self._let_go(list(self._to_end))
         yield from super().finish()
 
     # For `ReadySlots`
+
+    def _taken(self, lane: Any, came: list[Any]) -> Any:
+        if self._resets is not None:  # what a worker answered before it was lost does not count
+            if any(link.asks or link.phase not in _RESET for link in self.remotes):
+                return None
+            self._resets, came = list(range(self.num_envs)), []
+        return super()._taken(lane, came)
 
     def _send(self, slots: Any, actions: Tree) -> None:
         if isinstance(self._actions, np.ndarray):
@@ -177,6 +192,9 @@ class ReadyProcesses(ReadySlots, WorkerNode):
                 link.send(self._step_of[slot])
 
     def _heard_within(self, wait_s: float) -> list[Any]:
+        if self._to_leave:
+            self._let_go(self._to_leave)
+            self._to_leave = []
         for fd, _ in self._poll.poll(0 if self._kept else wait_s * 1e3):
             if fd == self._answers_from:
                 self._kept += self._read()
@@ -244,15 +262,22 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._kept += self._read()  # what it has answered before
         super().give_up(remote, reason)
         remote.asks = 0
+        if self._resets is not None:  # all of its slots are reset again
+            return
         self._to_end |= dict.fromkeys(remote.slots, reason)
         if self.is_draining:
-            self._let_go(remote.slots)
+            self._to_leave += remote.slots
 
     def _leave(self, remote: Any) -> Iterator[Any]:
         self.set_aside(remote)
         remote.is_waited = False
-        self._let_go(remote.slots)
+        self._to_leave += remote.slots
         self.check_any_left()
+        if self._resets is not None:
+            raise EnvError(
+                f"{remote.name} was lost {MAX_FAILURES + 1} times in a row before its first observations had come, the "
+                f"last time by: {remote.reason}"
+            ).see("worker")
         return iter(())
 
     def _tell_begun(self) -> None:

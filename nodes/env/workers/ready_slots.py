@@ -1,8 +1,10 @@
 """Environments of one lane that step elsewhere, each on its own: the lane goes on with those that are ready."""
 
 import abc
+import contextlib
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from rollflow.nodes.env.async_pool import SlotAnswers, joined_resets
+from rollflow.nodes.env.async_pool import SlotAnswers
 from rollflow.nodes.env.env_source import side_by_side
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
 from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
@@ -46,8 +48,9 @@ class ReadySlots(LanesElsewhere):
     def __init__(self, env: Any, *, max_wait: float = 0.0, **options: Any) -> None:
         self._max_wait = max_wait
         self._rings = False  # whether slots that have answered are to say so by the descriptor
-        self._resets: list[SlotAnswers] | None = []  # answers to the first resets; None: all have come
+        self._resets: list[Any] | None = []  # what has been answered to the first resets; None: all have come
         self._answers = 0  # since then
+        self._to_end: dict[int, str] = {}  # slots that were lost, until they begin anew, and why
         super().__init__(env, **options)
         self._check = ObservationCheck(self.observation_space, self.deviations, f"lane {self._first_lane}, ")
 
@@ -116,16 +119,17 @@ class ReadySlots(LanesElsewhere):
             for index, text in self.deadlines.overdue().items():
                 for _ in self._late(self.remotes[index], text):
                     pass
-        if came and self._max_wait:
+        if came and self._max_wait and self._resets is None:
             until = perf_counter() + self._max_wait
-            while len(came) < self.num_envs and (left := until - perf_counter()) > 0:
+            # What a slot answers once it has begun anew does not go with what it answered before.
+            while not self._to_end and len(came) < self.num_envs and (left := until - perf_counter()) > 0:
                 came += self._heard_within(left)
         return came
 
     def _taken(self, lane: Any, came: list[Any]) -> Any:
         """The lane with answers; None while first resets are missing."""
-        answers = self._joined(came)
         if self._resets is None:
+            answers = self._joined(came)
             step, self._answers = self._answers // self.num_envs, self._answers + len(answers.slots)
             if step in CHECKED_STEPS:
                 self._check.slots(answers.observations, step, answers.slots, dtypes=False)
@@ -136,12 +140,12 @@ class ReadySlots(LanesElsewhere):
                 error.add_note(f"{lane.named(answers.slots.tolist())}, lane {lane.index}, vector step {step}")
                 raise
         else:
-            self._resets.append(answers)
-            if sum(len(each.slots) for each in self._resets) < self.num_envs:
+            self._resets += came
+            if len(self._resets) < self.num_envs:
                 return None
-            observations, infos = joined_resets(self._resets, self.num_envs)
-            self._check.slots(observations, dtypes=False)
-            lane.reset(observations, infos)
+            first = self._joined(self._resets)
+            self._check.slots(first.observations, dtypes=False)
+            lane.reset(first.observations, first.infos)
             self._resets = None
         self.in_flight, self._rings = 0, False
         return lane
@@ -157,11 +161,14 @@ class ReadySlots(LanesElsewhere):
 
     @abc.abstractmethod
     def _heard_within(self, wait_s: float) -> list[Any]:
-        """What has been answered; where that is nothing, so many seconds are waited for it."""
+        """What has been answered; where that is nothing, so many seconds are waited for it.
+
+        Raises what an environment raised.
+        """
 
     @abc.abstractmethod
     def _joined(self, came: list[Any]) -> SlotAnswers:
-        """The answers, in the slots' order. Raises what an environment raised."""
+        """The answers, in the slots' order."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -182,6 +189,11 @@ class SlotThread(LaneStatus):
     ident: int = 0
     native_id: int = 0
 
+    @property
+    def is_in_reset(self) -> bool:
+        """True while a step resets its environment."""
+        return self.activity.doing is Activity.RESET
+
 
 class ReadyThreads(ReadySlots):
     """A node with one lane, each of whose slots steps in a thread of its own: see `ReadySlots`.
@@ -199,7 +211,8 @@ class ReadyThreads(ReadySlots):
 
     def __init__(self, env: Any, *, may_share_core: bool = False, **options: Any) -> None:
         self._may_share_core = may_share_core and hasattr(os, "sched_setaffinity")
-        self._cores: set[int] = set()  # that the graph's thread may use
+        self._cores: set[int] = set()  # that the graph's thread may use; empty: none was ever shared
+        self._core: set[int] = set()  # that is shared
         self._shares_core, self._load = False, (0, 0)  # ns when they were looked at, and of the processor
         self._answered: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # slots and answers; None: it has raised
         self._raised: list[BaseException] = []
@@ -209,10 +222,11 @@ class ReadyThreads(ReadySlots):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         made = super()._made(env, num_envs, lanes)
-        flags = [ActivityFlag() for _ in range(made[0].num_envs)]
-        for flag, one in zip(flags, self._here[0].slots([flag.turn for flag in flags]), strict=True):
-            thread = JobThread(f"rollflow slot {one.slot}")
-            self.remotes.append(SlotThread(one.slot, LanePhase.RESETTING, one=one, thread=thread, activity=flag))
+        itself: Any = weakref.proxy(self)  # which holds the environments
+        turns = [partial(ReadyThreads._turn_of, itself, slot) for slot in range(made[0].num_envs)]
+        for one in self._here[0].slots(turns):
+            thread, activity = JobThread(f"rollflow slot {one.slot}"), ActivityFlag()
+            self.remotes.append(SlotThread(one.slot, LanePhase.RESETTING, one=one, thread=thread, activity=activity))
         return made
 
     def fileno(self) -> int:
@@ -261,11 +275,11 @@ class ReadyThreads(ReadySlots):
             came = [answered.get(wait_s > 0, wait_s)]
         except Empty:
             return []
+        if self._raised:
+            raise self._raised.pop()  # not held by this frame, to which its traceback refers
         return came + [answered.get_nowait() for _ in range(answered.qsize())]
 
     def _joined(self, came: list[Any]) -> SlotAnswers:
-        if self._raised:
-            raise self._raised.pop()  # not held by this frame, to which its traceback refers
         came.sort()
         slots, answers = zip(*came, strict=True)
         stepped = self._join(slots, answers)
@@ -278,7 +292,7 @@ class ReadyThreads(ReadySlots):
         raise EnvError(f"lane {self.lanes[0].index}, slot {remote.index}: {text}")
 
     def _look_at_load(self) -> None:
-        if not (self._may_share_core and self.has_own_thread):
+        if not (self._may_share_core and self.has_own_thread and all(each.native_id for each in self.remotes)):
             return
         of_each = (time.clock_gettime_ns(time.pthread_getcpuclockid(each.ident)) for each in self.remotes)
         (since, used), self._load = self._load, (clock(), sum(of_each))
@@ -286,9 +300,21 @@ class ReadyThreads(ReadySlots):
         if since and (share < (_MOST_SHARED if self._shares_core else _LEAST_SHARED)) != self._shares_core:
             self._shares_core = not self._shares_core
             self._cores = self._cores or os.sched_getaffinity(0)
-            one = sorted(self._cores)[get_native_id() % len(self._cores)]
-            for native_id in (0, *(each.native_id for each in self.remotes)):
-                os.sched_setaffinity(native_id, {one} if self._shares_core else self._cores)
+            self._core = {sorted(self._cores)[get_native_id() % len(self._cores)]}
+            for native_id in (0, *(each.native_id for each in self.remotes if not each.is_in_reset)):
+                self._run_on(native_id)
+
+    def _run_on(self, native_id: int, *, is_free: bool = False) -> None:
+        """Have a thread, 0: this one, run where it may: on the shared core, where there is one and it is not free."""
+        with contextlib.suppress(OSError):  # where a sandbox forbids it, or cores have been taken away meanwhile
+            os.sched_setaffinity(native_id, self._core if self._shares_core and not is_free else self._cores)
+
+    def _turn_of(self, slot: int) -> None:
+        """A reset within a step begins, or has ended: what it starts, as simulators, is not to share the core."""
+        remote = self.remotes[slot]
+        remote.activity.turn()
+        if self._cores:
+            self._run_on(0, is_free=remote.is_in_reset)
 
     def _waits_for(self, remote: SlotThread, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
         if begun := remote.begun:
@@ -312,7 +338,8 @@ class ReadyThreads(ReadySlots):
     def _serve(self, remote: SlotThread) -> None:
         """Reset and step an environment, until there is no more to be done."""
         one, slot, get, put, times = remote.one, remote.index, remote.asks.get, self._answered.put, self.call_times
-        remote.ident, remote.native_id, number = get_ident(), get_native_id(), 0
+        remote.ident, number = get_ident(), 0
+        remote.native_id = get_native_id()  # once both are known
         call: Any = one.reset
         while (asked := get()) is not None:
             remote.begun = began = clock()

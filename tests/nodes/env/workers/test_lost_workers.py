@@ -1,7 +1,10 @@
 """Workers that are killed, stopped, or raise: nothing that came out of them is lost, and the others go on."""
 
 import logging
+import os
+import signal
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +56,10 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
         missing += sum(made) - sum(seen)
         assert all(0 <= before - after <= 1 for before, after in zip(made, seen, strict=False))
     assert 0 <= missing <= lost <= slots * drawn["lives"]
-    if (drawn["step"] + 1) * drawn["lives"] < 29 * drawn["fragment_length"]:
-        losses = sum(len(fragment.losses) for fragment in fragments)
-        assert drawn["lives"] <= losses <= drawn["lives"] * (slots if apart else 1)  # slots begin anew one by one
+    losses = sum(len(fragment.losses) for fragment in fragments)
+    assert losses <= drawn["lives"] * (slots if apart else 1)  # slots begin anew one by one
+    if not apart and (drawn["step"] + 1) * drawn["lives"] < 29 * drawn["fragment_length"]:
+        assert losses == drawn["lives"]
 
 
 @pytest.mark.parametrize("apart", [{}, APART], ids=["lane", "slot"])
@@ -220,3 +224,79 @@ def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
         next(iter(rollout.fragments()))
     assert "the environments of lanes [1] hang" in caplog.text
     release.append(True)
+
+
+class FailsFirst(NumberedEnv):
+    """Raises in the first reset, or ends its process, in the first so many lives."""
+
+    def __init__(self, slot: int, log: Path, fate: str, times: int) -> None:
+        super().__init__(slot, lengths=(3, 9))
+        self.log_path, self.fate, self.times = log / f"{slot}", fate, times
+
+    def reset(self, **options: Any) -> Any:
+        with self.log_path.open("a") as file:
+            file.write("life\n")
+        if self.log_path.read_text().count("life") <= self.times:
+            if self.fate == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("it broke")
+        return super().reset(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", ["kill", "raise"])
+def test_slots_of_a_worker_that_is_lost_in_the_first_resets_are_reset_again(tmp_path: Path, fate: str) -> None:
+    makers = [partial(FailsFirst, slot, tmp_path, fate, slot == 1) for slot in range(4)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0, **APART}
+    with Rollout(makers, where="processes", workers=2, **options) as rollout:
+        fragments = list(rollout.fragments())
+    check_chunks(fragments)
+    assert sorted(rewards_by_slot(fragments)) == [0, 1, 2, 3]
+    assert all(len(lives_of(rewards)) == 1 for rewards in rewards_by_slot(fragments).values())
+    assert rollout.lost == {}
+
+
+@pytest.mark.slow
+def test_a_worker_that_never_gives_first_observations_ends_a_run_of_slots_apart(tmp_path: Path) -> None:
+    makers = [partial(FailsFirst, slot, tmp_path, "raise", 100 * (slot == 1)) for slot in range(3)]
+    told = "^slot 1 was lost 6 times in a row before its first observations had come, the last time by: RuntimeError"
+    options: Any = {"module": NumberedModule(), **APART}
+    with (
+        pytest.raises(EnvError, match=told),
+        Rollout(makers, where="processes", workers=3, **options) as rollout,
+    ):
+        next(rollout.fragments())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_slots_of_a_worker_that_is_set_aside_have_answered_is_taken(tmp_path: Path, prefetch: int) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "raise", 3, 100 * (slot == 1), lengths=(3, 9)) for slot in range(4)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 100, "prefetch": prefetch, "seed": 0, **APART}
+    with Rollout(makers, where="processes", workers=2, **options) as rollout:
+
+        def until_set_aside() -> Iterator[Any]:
+            for fragment in rollout.fragments():
+                yield fragment
+                if rollout.environments.set_aside_texts:
+                    rollout.drain()
+
+        with pytest.warns(RuntimeWarning, match="the worker of slots 0 to 1 is set aside, lost 6 times in a row"):
+            fragments = list(until_set_aside())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    check_chunks(fragments)
+    assert len(lives_of(rewards_by_slot(fragments)[1])) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_pause_s=60.0)
+def test_slots_that_are_lost_are_not_waited_for_once_the_rollout_is_drained(tmp_path: Path) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "kill", 3, 1, lengths=(30, 30)) for slot in range(2)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 30, "prefetch": 1, "seed": 0, **APART}
+    with Rollout(makers, where="processes", workers=1, **options) as rollout:
+        while not rollout.environments.remotes[0].failures:
+            time.sleep(0.01)
+        rollout.drain()
+        (fragment,) = rollout.fragments()
+    assert rollout.num_steps == fragment.num_steps > 3
+    assert rollout.lost == {"workers": 2}

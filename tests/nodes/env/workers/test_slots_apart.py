@@ -48,6 +48,25 @@ def test_threads_that_wait_share_a_core_where_the_ring_has_a_thread(env: Any, pr
     assert not any(thread.name.startswith("rollflow slot") for thread in threading.enumerate())
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of threads")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_what_is_started_in_a_reset_is_not_bound_to_the_shared_core() -> None:
+    cores, found = os.sched_getaffinity(0), list[Any]()
+
+    class Starts(Idle):
+        def reset(self, **options: Any) -> Any:
+            found.append(os.sched_getaffinity(0))
+            return super().reset(**options)
+
+    with Rollout(lambda: Starts(0), num_envs=4, fragment_length=20, prefetch=1, **APART) as rollout:
+        fragments = rollout.fragments()
+        while rollout.environments.vector_steps < 100:
+            next(fragments)
+        of_slots = [os.sched_getaffinity(each.native_id) for each in rollout.environments.remotes]
+    assert min(map(len, of_slots)) == 1
+    assert all(each == cores for each in found)
+
+
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_vector_environments_are_refused(where: str) -> None:
     def make() -> Any:
