@@ -74,7 +74,6 @@ class SenderConnection(Initiator):
     at the end Goodbye or ConnectionBroken. Queries without an answer are sent again as soon as the Welcome has come.
     """
 
-    takes = messages.Settings, messages.Weights, messages.Done, Fragment
     session: SenderSession
     next = 0
 
@@ -82,6 +81,7 @@ class SenderConnection(Initiator):
         self, hello: Hello, session: SenderSession, *, secret: bytes | None, limits: Limits, now: float
     ) -> None:
         self.roles = ROLES[hello.role]
+        self.takes = (Fragment,) if hello.role == "sampler" else (messages.Settings, messages.Weights, messages.Done)
         super().__init__(hello, session, secret=secret, limits=limits, now=now)
 
     def send(self, item: Fragment) -> None:
@@ -130,7 +130,7 @@ class SenderConnection(Initiator):
                 "next to be sent",
                 "number",
             )
-        if isinstance(message, Fragment):
+        if isinstance(message, Fragment) and Fragment in self.takes:
             if message.number >= self.next:
                 raise WireError(f"answer {message.number}, expected at most {self.next - 1}", "number")
             return [message] if self.session.drop(message.number) else []
