@@ -32,6 +32,7 @@ from rollflow.stream.observe.waits import Wait
 #   how many transitions the next vector step may end
 PROGRESS = slice(4, None)  # behind those of an `ActivityFlag`
 MARK, BUSY, UNDER_WAY = slice(2, 4), slice(4, 4 + len(STAGES)), 4 + len(STAGES)
+_MOST_FREED = 64  # blocks told of in a turn: a worker that is at another lane reads none, and a socket has room for 278
 
 
 class RolloutLink(LaneLink):
@@ -87,7 +88,7 @@ class RolloutLink(LaneLink):
     def _turn(self) -> None:
         """Have the next fragment made, with the newest weights, and with what connectors elsewhere have learnt."""
         assert self._fragments is not None
-        while self._fragments.freed:
+        for _ in range(min(len(self._fragments.freed), _MOST_FREED)):
             self.send(frame(FrameKind.FREE, self._fragments.freed.popleft()))
         states = self.node.states
         if states is not None and states is not self._states:

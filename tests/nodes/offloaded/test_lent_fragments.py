@@ -1,14 +1,19 @@
 """Columns of fragments that worker processes lend: each has its own values, in the dtype that a piece gave it."""
 
 import os
+import selectors
+import socket
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollflow import ConnectorV2, Rollout
+from rollflow.nodes.env.workers.frames import FrameKind, receive_frame
 from rollflow.nodes.offloaded.lent_fragments import FragmentReader, FragmentWriter
+from rollflow.nodes.offloaded.rollout_processes import RolloutLink
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.packing import pack, unpack
 
@@ -83,3 +88,16 @@ def test_a_column_of_any_dtype_is_read_as_it_was_written(name: str) -> None:
 def test_columns_of_all_dtypes_are_those_of_their_fragment_in_worker_processes() -> None:
     with rollout_of_marks(*MAKES) as inline, rollout_of_marks(*MAKES, where="rollouts", workers=1) as rollouts:
         check_same(copies_of(rollouts.fragments()), copies_of(inline.fragments()))
+
+
+def test_freed_blocks_are_told_of_some_in_each_turn_so_that_a_worker_at_another_lane_has_room_for_them() -> None:
+    link = RolloutLink(0, None, SimpleNamespace(states=None, lacking=lambda _: ()))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, selectors.DefaultSelector() as selector:
+        link.connect(ours, selector, print)
+        link._fragments = FragmentReader(0, hands_on=False)
+        link._fragments.freed.extend(range(100))
+        for _ in range(2):
+            link.step()
+        told = [receive_frame(theirs).kind for _ in range(102)]
+    assert [index for index, kind in enumerate(told) if kind is FrameKind.TURN] == [64, 101]
