@@ -41,6 +41,7 @@ _LAYOUT = field.entries(
     resets_next_step=field.flag,
     episodes=field.text(1 << 16),
 )
+_SEQUENCE = field.whole(0, 1 << 53)
 _OF_SLOTS = {"acts": np.bool_, "waits": np.bool_, "received": np.float32, "serves": np.int16}
 _KNOWN = {Columns.REWARDS: np.float32, Columns.TERMINATEDS: np.bool_, Columns.TRUNCATEDS: np.bool_}
 
@@ -212,7 +213,7 @@ def fragment_of(
     *,
     is_checked: bool = True,
 ) -> Fragment:
-    """The fragment in a message, its columns if they came; read-only.
+    """The fragment in a message, its columns where they came; read-only.
 
     spaces        that its observations may be in, the same at both ends
     lost          why the environments were lost before it; None: they were not
@@ -235,7 +236,7 @@ def fragment_of(
 def agents_of_message(
     message: wire.Fragment, spaces: Sequence[PartSpaces], lost: str | None = None
 ) -> MultiAgentFragment:
-    """The fragment in a message, its columns if they came; read-only. Raises WireError if it is none.
+    """The fragment in a message, its columns where they came; read-only. Raises WireError if it is none.
 
     lost    why the environments were lost before it; None: they were not
     """
@@ -245,7 +246,7 @@ def agents_of_message(
         clock = _clock_in(rest, layout)
         fragment = MultiAgentFragment(
             message.lane,
-            rest["sequence"],
+            _SEQUENCE(rest["sequence"], "sequence"),
             [_part_in(message, index, each, layout, clock) for index, each in enumerate(spaces)],
             num_rows=rest["num_rows"],
             clock=clock,
@@ -295,7 +296,7 @@ def _begun(
     """
     made = {name: Column(name, tree) for name, tree in columns.items()}
     starts = rest["episode_start"], rest["episode_number"]
-    fragment = kind(layout, lane, rest["sequence"], made, *starts, **more)
+    fragment = kind(layout, lane, _SEQUENCE(rest["sequence"], "sequence"), made, *starts, **more)
     fragment.observation_space = space = spaces[rest["space"]]
     if is_checked:
         _check_columns(fragment.columns, layout, rest["num_rows"], space, spare)

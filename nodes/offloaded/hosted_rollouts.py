@@ -13,7 +13,7 @@ from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.policy_weights import to_arrays
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
-from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings
+from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, check_report
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.socket_loop import quoted
@@ -163,6 +163,8 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
         where, report = f"fragment {answer.number} of lane {remote.index}", answer.rest
         remote.phase = LanePhase.STEPPING  # also where it was late
         try:
+            check_report(report)
+            raised = RaisedError(**report["failure"]) if "failure" in report else None
             remote.take(report["start"], report["steps"])
             remote.seed = report["seed"]
             is_there = self.take_turn(remote, answer, report, is_checked=True)
@@ -171,11 +173,10 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
             return
         self.lost_steps += report.get("lost_steps", 0)
         self._hear(remote, report, where)
-        if "failure" not in report:
+        if raised is None:
             remote.phase, remote.failures = LanePhase.READY, 0
             yield self.come_back(remote)
             return
-        raised = RaisedError(**report["failure"])
         remote.note(f"host {remote.host.name}: {quoted('; '.join((raised.line, *raised.notes)))}")
         yield from self.begin_anew_or_leave(remote)
         if remote.is_waited and is_there:
@@ -253,9 +254,11 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
     def _take_progress(self, event: HostEvent) -> None:
         """Take down how far a host's lanes are; not of those that are lost, or came when the rollout was ending."""
         try:
+            lanes: dict[int, Any] = {remote.index: remote for remote in self.lanes_of(event.host)}
             for index, *progress in event.what["lanes"]:
-                if index < len(self.remotes) and self.remotes[index].phase not in (LanePhase.ASIDE, LanePhase.LOST):
-                    self._take_progress_of(self.remotes[index], LaneProgress(*progress))
+                told, remote = LaneProgress(*progress).checked(), lanes.get(index)
+                if remote is not None and remote.phase not in (LanePhase.ASIDE, LanePhase.LOST):
+                    self._take_progress_of(remote, told)
         except Exception as error:
             self._expel(event.host, error, "metrics")
 

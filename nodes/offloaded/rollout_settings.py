@@ -8,6 +8,10 @@ from rollflow.nodes.modules.default_module import DefaultModule, model_config_of
 from rollflow.nodes.offloaded.lane_rollout import AnyActing
 from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER
+
+_COUNT = field.whole(0, MOST_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +101,30 @@ class LaneProgress(NamedTuple):
     steps: int = 0
     pulse: int = 0
     is_in_vain: bool = False
+
+    def checked(self) -> "LaneProgress":
+        """This, as it came from another host. Raises WireError for numbers that are none."""
+        for name, value in zip(self._fields[:3], self, strict=False):
+            _COUNT(value, name)
+        return self
+
+
+def check_report(report: Mapping[str, Any]) -> None:
+    """Raise WireError or KeyError where what is counted with is none in another host's report of a turn."""
+    for name in ("start", "steps", "seed"):
+        _COUNT(report[name], name)
+    _COUNT(report.get("lost_steps", 0), "lost_steps")
+    _STAGES(report["nodes"], "nodes")
+
+
+def _are_stages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, list)
+        and len(each) in (3, 7)
+        and isinstance(each[0], str)
+        and all(isinstance(number, int | float) for number in each[1:6])
+        for each in value
+    )
+
+
+_STAGES = field.check_that(_are_stages, "lists of name, items, busy seconds, and what calls took")

@@ -10,6 +10,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from rollflow.sinks.trainer.lending import FragmentBorrower
+from rollflow.sinks.trainer.messages import NUMBER
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -248,6 +249,8 @@ class TrainerListener:
                 self.trace.arrives(arrived, now)
             case wire.Metrics():
                 ((news, told),) = event.metrics.items()
+                for number in told if news == "left" else [told]:
+                    NUMBER(number, news)
                 if news == "lanes":
                     source.take_lanes(told)
                     self.bound.widen(source)

@@ -7,6 +7,7 @@ A batch of several modules is module id -> train batch. Their weights go as thos
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import gymnasium as gym
@@ -25,6 +26,8 @@ from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 from rollflow.stream.wire.codec.spaces import read_space
 
 HAS_ENDED = "the trainer has ended"  # reason of its goodbye, if it leaves without an error
@@ -33,6 +36,10 @@ Batch = dict[str, Any]
 # the returns f64[E], oldest first, and the lengths i64[E].
 FinishedEpisodes = tuple[str | None, int, NDArray[np.float64], NDArray[np.int64]]
 ByModule = Mapping[str, Mapping[str, Any]]
+NUMBER = field.whole(0, MOST_NUMBER)
+_VERSION = field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))
+_MODULE = field.nullable(field.text(1 << 16))
+_RETURNS, _LENGTHS = field.numbers("<f8"), field.numbers("<i8")
 
 
 def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
@@ -67,6 +74,19 @@ def message_of_batch(
         "episodes": episodes,
     }
     return wire.Fragment(0, number, columns, rest)
+
+
+def told_of_batch(rest: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Oldest policy version and steps of a train batch that has come. Raises WireError for what is no number."""
+    return _VERSION(rest["policy_version"], "policy_version"), NUMBER(rest["steps"], "steps")
+
+
+def finished_in(rest: Mapping[str, Any]) -> list[Any]:
+    """`FinishedEpisodes` that a message lists. Raises WireError, TypeError or ValueError for what is no such list."""
+    checks = _MODULE, NUMBER, _RETURNS, _LENGTHS
+    return [
+        tuple([check(part, "episodes") for check, part in zip(checks, each, strict=True)]) for each in rest["episodes"]
+    ]
 
 
 def tensors_of(columns: Mapping[str, Any]) -> Batch:
@@ -215,6 +235,8 @@ class RolloutDescription:
             )
             parts.append(PartSpaces(AgentPart(tuple(each["agents"]), seen[0], action_space), seen))
         weights = {name: tuple(shape) for name, shape in metadata["weights"].items()}
+        for number in (metadata["version"], *chain(*metadata.get("aside", ()))):
+            NUMBER(number, "a number in hello.metadata")
         return cls(**{**metadata, "parts": parts, "weights": weights})
 
     def plain(self) -> dict[str, Any]:

@@ -259,14 +259,17 @@ class RolloutPeer:
 
     def _read_batch(self, message: wire.Fragment) -> ArrivedItem:
         rest, batch = message.rest, messages.tensors_of(message.columns)
-        return ArrivedItem(self, message.number, batch, rest["policy_version"], rest["steps"], rest["episodes"])
+        if self.rollout.is_by_module and not messages.is_by_module(message.columns):
+            raise WireError("it is no train batch by module, expected module id -> columns", "fragment")
+        oldest, steps = messages.told_of_batch(rest)
+        return ArrivedItem(self, message.number, batch, oldest, steps, messages.finished_in(rest))
 
     def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
         self._check_lane(message)
         if self.rollout.is_by_module:
             of_agents = agents_of_message(message, self.rollout.parts)
             oldest, _ = messages.acting_versions(of_agents, self.rollout.published)
-            return ArrivedItem(self, message.number, of_agents, oldest, 0, message.rest["episodes"])
+            return ArrivedItem(self, message.number, of_agents, oldest, 0, messages.finished_in(message.rest))
         spaces = self.rollout.parts[0]
         entries, before = message.rest.get("layout"), self._layouts.get(message.lane)
         layout = messages.layout_told(entries, spaces.part.recorded_space, before)
@@ -317,7 +320,9 @@ class RolloutPeer:
         self.is_awaited = self.is_awaited and self.is_present  # where it had ended, others went on without it
 
     def take_lanes(self, count: int) -> None:
-        """Take the number of lanes that there are; train batches come as if of one."""
+        """Take the number of lanes that there are; train batches come as if of one. Raises WireError for too many."""
+        if count > MOST_LANES:
+            raise WireError(f"{count} lanes, expected at most {MOST_LANES}", "message")
         self.lanes = frozenset(range(1 if self.rollout.sends_batches else count))
 
     def set_aside(self, lane: int, number: int) -> None:

@@ -75,6 +75,11 @@ NONSENSE: dict[str, tuple[Change, str]] = {
 REFUSED: dict[str, tuple[Change, str]] = {
     "a fragment": (cast("rewards", "f8"), r"rewards is float64\[9, 2\], expected rows of float32\[2\]"),
     "a report": (without("steps"), "KeyError: 'steps'"),
+    "steps that are no number": (rest(steps="x"), "steps is 'x', expected a whole number"),
+    "losses that are no number": (rest(lost_steps="x"), "lost_steps is 'x', expected a whole number"),
+    "stages of nonsense": (rest(nodes=[["env", 1]]), r"nodes is .*, expected lists of name, items, busy seconds"),
+    "a failure of nonsense": (rest(failure={"type": 1}), "TypeError: .* missing"),
+    "a sequence that is no number": (rest(sequence="x"), "sequence is 'x', expected a whole number"),
     "outputs of another form": (columns(vf_preds=np.zeros((9, 2, 1), "f4")), "a row of vf_preds is 'float32"),
     "more outputs": (columns(more=np.zeros((9, 2), "f4")), "columns are .*'more'.*, as in others"),
 }
@@ -182,6 +187,7 @@ def test_what_it_gave_before_is_kept_and_counted_once() -> None:
 TOLD: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "KeyError: 'lanes'"),
     "lists of another length": ({"lanes": [[1, 0, 0, 0, False, 0]]}, "TypeError: .* positional arguments"),
+    "steps that are no number": ({"lanes": [[1, 0, "x", 1, False]]}, "steps is 'x', expected a whole number"),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 from ending_envs import Doomed
 from feeding_rollouts import (
@@ -69,6 +70,7 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     Limits,
+    Metrics,
     ReceiverSession,
     SenderConnection,
     SenderSession,
@@ -781,19 +783,31 @@ def test_a_sink_gets_what_it_was_told_to_send() -> None:
 
 
 PART = {"agents": ["agent"], "action_space": {"kind": "Sphere"}}
+BATCHES = {"sends": "batches"}
+BATCH = {"batch": True, "policy_version": 0, "steps": 1, "episodes": []}
+ENDS = np.zeros(1)
 
 
 @pytest.mark.parametrize(
-    ("said", "fragment", "told"),
+    ("said", "sent", "told"),
     [
         ({"parts": [{**PART, "spaces": [{"kind": "Sphere"}]}]}, None, "Sphere"),
         ({"weights": {"a": 7}}, None, "TypeError"),
         ({"letters": "all"}, None, "unexpected keyword argument 'letters'"),
-        ({}, {"rest": {}}, "layout is None, expected a map"),
-        ({}, {"rest": {"batch": True}}, "a train batch among fragments"),
+        ({"version": 1.5}, None, "a number in hello.metadata is 1.5, expected a whole number"),
+        ({"aside": [[0, "x"]]}, None, "a number in hello.metadata is 'x', expected a whole number"),
+        ({}, Fragment(0, 1, {}, {}), "layout is None, expected a map"),
+        ({}, Fragment(0, 1, {}, {"batch": True}), "a train batch among fragments"),
+        (BATCHES, Fragment(0, 1, {}, BATCH | {"steps": "x"}), "steps is 'x', expected a whole number"),
+        (BATCHES, Fragment(0, 1, {}, BATCH | {"episodes": [[[], 1, ENDS, ENDS]]}), "episodes is [], expected a string"),
+        (BATCHES, Fragment(0, 1, {}, BATCH | {"episodes": [[None, 1, ENDS, 7]]}), "episodes is 7, expected an array"),
+        (BATCHES | {"is_by_module": True}, Fragment(0, 1, {"a": ENDS}, BATCH), "it is no train batch by module"),
+        ({}, Metrics({"left": [0, "x"]}), "left is 'x', expected a whole number"),
+        ({}, Metrics({"lanes": 1 << 40}), "1099511627776 lanes, expected at most 4096"),
+        ({}, Metrics({"last": 1 << 60}), "last is 1152921504606846976, expected a whole number"),
     ],
 )
-def test_a_rollout_that_says_or_sends_nonsense_is_refused(said: dict[str, Any], fragment: Any, told: str) -> None:
+def test_a_rollout_that_says_or_sends_nonsense_is_refused(said: dict[str, Any], sent: Any, told: str) -> None:
     with trainer(join_timeout=60.0) as stream:
         rollout, sink = rollout_of([0]), TrainerSink(str(stream.address))
         Graph("feed").connect(rollout.fragments, sink)
@@ -801,9 +815,9 @@ def test_a_rollout_that_says_or_sends_nonsense_is_refused(said: dict[str, Any], 
         sink.close()
         raw = RawSource(stream, replace(hello, metadata={**hello.metadata, **said}))
         stream._begin_next()
-        if fragment is not None:
+        if sent is not None:
             raw.welcomed()
-            raw.sock.sendall(b"".join(encode(Fragment(0, 1, {}, **fragment))))
+            raw.sock.sendall(b"".join(encode(sent)))
         assert told in raw.refusal()
 
 
