@@ -33,8 +33,7 @@ def add_arguments(
     arguments.add_link(parser)
     parser.add_argument(
         "--name",
-        help="what this host is called in messages; it takes the place of a lost "
-        "host of that name at once (the machine's name and this process' number)",
+        help="what this host is called in messages (the machine's name and this process' number)",
     )
     parser.add_argument(
         "--retry", type=float, default=60.0, metavar="SECONDS", help="how long to dial a gateway that is away (60)"

@@ -19,7 +19,6 @@ class WaitTimes:
     first_word_s      until a log line says what is awaited
     worker_pause_s    between two attempts to start a lane's environments, at most
     host_pause_s      between two attempts of a host to reach its gateway, at most
-    other_name_s      until a host of another name may take a lost one's place: as long as a host pauses at most
     reach_s           that a connection may take to come about
     redial_s          until a host that has not dialled again is away: a live one does so at once, and after 0.1 s
     look_s            between two looks at whether dialling is given up
@@ -31,7 +30,6 @@ class WaitTimes:
     first_word_s: float = 5.0
     worker_pause_s: float = 30.0
     host_pause_s: float = 5.0
-    other_name_s: float = 5.0
     reach_s: float = 10.0
     redial_s: float = 1.0
     look_s: float = 1.0

@@ -98,11 +98,6 @@ class Connection:
         """True if messages may still come."""
         return self.phase not in (ConnectionPhase.ENDED, ConnectionPhase.BROKEN)
 
-    @property
-    def heard_at(self) -> float:
-        """The time at which bytes last came from the other end, or it took some."""
-        return self._quiet_since - self._unanswered * self._heartbeat_s
-
     # Receiving
 
     def receive(self, data: bytes | bytearray | memoryview, now: float) -> list[Event]:

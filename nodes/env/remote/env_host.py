@@ -211,8 +211,8 @@ class EnvHost(Host):
                                 their way, others step
         env_kwargs              as for `Rollout`
         autoreset_mode          as for `Rollout`; not for environments with several agents
-        name                    what it is called in the gateway's messages; it takes the place of a lost host of that
-                                name at once; None: the machine's name and this process' number
+        name                    what it is called in the gateway's messages; None: the machine's name and this process'
+                                number
 
     role    "agents" where an environment has several agents, else "env"
 

@@ -50,14 +50,11 @@ class RemoteHost:
     name          as it calls itself, and where it is
     session       what outlives its connections
     connection    the newest
-    joined_at     when it was taken in, on the clock `monotonic`
     dialled       the address that it was reached at; None: it dialled itself
     lost_at       since when it has none; None: it has one
     is_away       whether it has been lost for longer than a live host needs to dial again
-    heard_at      when something last came from it, where it is lost
     reason        why it was lost
     reminder      when to log again that it is waited for
-    has_place     whether it is one of the first, or has taken a lost host's place: it takes no other
     has_drained   whether it has left with nothing under way: it has made no step that it has not given
     told          what it has been told through its connection, as the node keeps it
     """
@@ -65,14 +62,11 @@ class RemoteHost:
     name: str
     session: wire.GatewaySession
     connection: wire.GatewayConnection
-    joined_at: float
     dialled: Dialled | None = None
     lost_at: float | None = None
     is_away: bool = False
-    heard_at: float = 0.0
     reason: str = ""
     reminder: WaitReminder = field(default_factory=WaitReminder)
-    has_place: bool = False
     has_drained: bool = False
     told: dict[Any, Any] = field(default_factory=dict)
 
@@ -117,13 +111,13 @@ class Registry:
         """The host that a lane is, or was, on."""
         return self._host_of[lane]
 
-    def take_in(self, hello: wire.Hello, name: str, peer: "HostPeer", now: float) -> RemoteHost:
-        """Welcome a new host, which may take a lost one's place. Raises WireError where it can't be taken."""
+    def take_in(self, hello: wire.Hello, name: str, peer: "HostPeer") -> RemoteHost:
+        """Welcome a new host. Raises WireError where it can't be taken."""
         self._check(hello)
         lanes = range(self._next_lane, self._next_lane + len(hello.slots))
         session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
         peer.connection.welcome(session)
-        host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
+        host = RemoteHost(name, session, peer.connection, dialled=peer.dialled)
         self._next_lane += len(session.lanes)
         self._next_slot += hello.num_envs
         self._first = self._first or hello
@@ -131,13 +125,11 @@ class Registry:
         self._host_of.update(dict.fromkeys(session.lanes, host))
         self.news.append(HostEvent("joined", host))
         logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
-        self._replace_lost(now)
         return host
 
     def lose(self, host: RemoteHost, error: WireError, now: float, grace_s: float) -> None:
         """Note that a host has lost its connection and may come back."""
         host.lost_at, host.reason = now, str(error)
-        host.heard_at = host.connection.heard_at  # the loss may have been noticed late
         host.reminder = WaitReminder()
         logger.warning("host %s is lost: %s; it has %g s to come back", host.name, error, grace_s)
 
@@ -156,8 +148,7 @@ class Registry:
             self.news.append(HostEvent("left", host, reason))
 
     def tick(self, now: float, grace_s: float) -> None:
-        """Remove lost hosts that were replaced, or were not back in time; tell and log that the others are awaited."""
-        self._replace_lost(now)
+        """Remove lost hosts that were not back in time; tell and log that the others are awaited."""
         for host in self._lost():
             assert host.lost_at is not None
             gone_s = now - host.lost_at
@@ -169,7 +160,7 @@ class Registry:
                 self.news.append(HostEvent("away", host))
             if host.reminder.is_long:
                 logger.warning(
-                    "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s), or until another joins",
+                    "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s)",
                     host.name,
                     gone_s,
                     host.reason,
@@ -177,29 +168,8 @@ class Registry:
                 )
 
     def _lost(self) -> list[RemoteHost]:
-        """Hosts without a connection, the longest lost first."""
-        lost = [host for host in self.hosts.values() if host.lost_at is not None]
-        return sorted(lost, key=lambda host: host.lost_at or 0.0)
-
-    def _replace_lost(self, now: float) -> None:
-        """Have each host that joined since take the place of a lost one: the lost one leaves.
-
-        A host of the lost one's name does so at once, or where there is no room for both. One of another name does so
-        once the lost one has had the time to dial again.
-        """
-        for lost in self._lost():
-            assert lost.lost_at is not None
-            takes_any = now - lost.lost_at >= backoff.times.other_name_s or len(self.hosts) > self._max_hosts
-            newcomers = [
-                host
-                for host in self.hosts.values()
-                if host.lost_at is None and not host.has_place and host.joined_at >= lost.heard_at
-            ]
-            named = [host for host in newcomers if host.session.hello.name == lost.session.hello.name]
-            for newcomer in (named or (newcomers if takes_any else []))[:1]:
-                newcomer.has_place = True
-                logger.warning("host %s has joined in place of %s, which is lost", newcomer.name, lost.name)
-                self.leave(lost, f"{lost.reason}, and host {newcomer.name} has come in its place")
+        """Hosts without a connection."""
+        return [host for host in self.hosts.values() if host.lost_at is not None]
 
     def _check(self, hello: wire.Hello) -> None:
         if hello.role != self._role:
@@ -455,7 +425,7 @@ class Gateway:
             return
         for before in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
             self._registry.leave(before, "it was started again")
-        peer.host = self._registry.take_in(hello, f"{quoted(hello.name)} ({peer.where})", peer, now)
+        peer.host = self._registry.take_in(hello, f"{quoted(hello.name)} ({peer.where})", peer)
         self._loop.dialler.welcomed(peer.dialled)
 
 

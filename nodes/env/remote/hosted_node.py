@@ -98,9 +98,9 @@ class HostedNode(LanesElsewhere):
     gateway        which the hosts are connected to
 
     A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
-    whose place a new host takes, or that breaks the protocol, leaves, its lanes with it. Hosts that come later get
-    lanes of their own. While there is none at all, the rollout waits, for as long as it did for the first; then it ends
-    with an EnvError that says why each has left.
+    or that breaks the protocol, leaves, its lanes with it. Hosts that come later get lanes of their own. While there is
+    none at all, the rollout waits, for as long as it did for the first; then it ends with an EnvError that says why
+    each has left.
 
     Subclasses say by `ask` and `take` what hosts are asked for, and what becomes of their answers. A lane that is late
     has its episodes given up, and begins anew once its host has answered after all. Where a host leaves, open episodes
@@ -135,7 +135,6 @@ class HostedNode(LanesElsewhere):
             )
         envs: list[Any] = []
         for host in self._first_hosts(env.hosts):
-            host.has_place = True
             envs += environments_on(host)
         return envs
 
