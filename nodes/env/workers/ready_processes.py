@@ -117,6 +117,8 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._kept: list[int] = []  # slots whose answers are to be handed over next
         self._begun: dict[int, str] = {}  # slots that have begun anew, and why
         self._to_leave: list[int] = []  # slots of `_to_end` that never do, once what they answered has been taken
+        self._awaited = set[int]()  # slots that the lane waits for
+        self._early = set[int]()  # that have begun anew before the lane waits for them
         self.block: SharedBlock | None = None
         self._columns: dict[str, Column] = {}
         self._observations: Tree = None  # rows of those columns
@@ -146,6 +148,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._poll.register(self._selector.fileno(), POLLIN)
         self._all.register(self._selector.fileno(), selectors.EVENT_READ)
         self._link_of = [link for link in self.remotes for _ in link.slots]
+        self._awaited.update(range(count))
         self._step_of = [frame(FrameKind.STEP, number=slot) for slot in range(count)]
         return [one]
 
@@ -185,8 +188,13 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             self._actions[slots] = actions
         else:
             self._columns[Columns.ACTIONS].write_items(0, slots, actions)
-        for slot in slots.tolist():
-            if slot not in self._to_end:  # else it begins anew, and answers once it has
+        sent = slots.tolist()
+        self._awaited.update(sent)
+        for slot in sent:
+            if slot in self._early:
+                self._early.remove(slot)
+                self._kept.append(slot)
+            elif slot not in self._to_end:  # else it begins anew, and answers once it has
                 link = self._link_of[slot]
                 link.asks += 1
                 link.send(self._step_of[slot])
@@ -205,6 +213,10 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             for remote in due:
                 self._set_out(remote)
         came, self._kept = self._kept, []
+        if self._begun:
+            self._early.update(slot for slot in came if slot not in self._awaited)
+            came = [slot for slot in came if slot in self._awaited]
+        self._awaited.difference_update(came)
         return came
 
     def _read(self) -> list[int]:
@@ -232,7 +244,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
 
     def _joined(self, came: list[Any]) -> SlotAnswers:
         if self._begun:
-            self._tell_begun()
+            self._tell_begun(came)
         came.sort()
         columns, slots = self._columns, np.array(came)
         rewards, terminateds, truncateds = (rows[slots] for rows in self._rows)
@@ -264,6 +276,9 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         remote.asks = 0
         if self._resets is not None:  # all of its slots are reset again
             return
+        for slot in self._early.intersection(remote.slots):
+            self._early.remove(slot)
+            self._begun.pop(slot)
         self._to_end |= dict.fromkeys(remote.slots, reason)
         if self.is_draining:
             self._to_leave += remote.slots
@@ -280,9 +295,9 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             ).see("worker")
         return iter(())
 
-    def _tell_begun(self) -> None:
-        lane, begun = self.lanes[0], self._begun
-        self._begun = {}
+    def _tell_begun(self, slots: Sequence[int]) -> None:
+        """Tell the lane of slots among these that have begun anew."""
+        lane, begun = self.lanes[0], {slot: self._begun.pop(slot) for slot in slots if slot in self._begun}
         for reason in set(begun.values()):
             slots = [slot for slot in begun if begun[slot] == reason]
             self.lost_steps += lane.lose(reason, np.array(slots))
@@ -292,7 +307,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         if self._resets is not None or not len(slots):
             return
         self._begun |= {slot: self._to_end.pop(slot) for slot in slots if slot in self._to_end}
-        self._tell_begun()
+        self._tell_begun(slots)
         self.lanes[0].give_up(np.array(slots))
         self._has_given_up = True
 
