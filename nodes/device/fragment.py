@@ -34,7 +34,7 @@ class DeviceFragment(Fragment):
 
     Columns are those of a `Fragment`, and one more:
 
-        bootstrap_from    u8[H+T, N]    1 where the step truncated its episode, and the environment gave no last
+        bootstrap_from    u8[H+T, N]    1 if the step truncated its episode, and the environment gave no last
                                         observation: the one before stands in for it; else 0
 
     device             of the columns

@@ -130,7 +130,7 @@ class LaneSource:
     trace                    records lanes and their steps; None: nothing is traced
 
     Raises EnvError when environments can't be made, or differ, and ValueError for `slot_seeds` that are not one for
-    each environment, or where a vector environment takes one seed for all of its slots.
+    each environment, or if a vector environment takes one seed for all of its slots.
     """
 
     has_fixed_lanes = True

@@ -237,7 +237,7 @@ class PettingZooEnv(_Adapter):
 
 
 def adapted(env: Any) -> Any:
-    """The environment, or where it is one of PettingZoo's, its adapter."""
+    """The environment, or its adapter if it is one of PettingZoo's."""
     if "pettingzoo" not in sys.modules:
         return env
     from pettingzoo import AECEnv, ParallelEnv

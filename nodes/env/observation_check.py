@@ -67,7 +67,7 @@ class Deviations:
         self.add("sent", f"{text}, can't be handed to another process: such entries are left out")
 
     def packed(self, fields: dict[str, Any], name: str = "value", sent: Callable[[], dict[str, Any]] = dict) -> bytes:
-        """Fields with infos, as `pack` packs them, and the kept deviations; b"" where there are none of either.
+        """Fields with infos, as `pack` packs them, and the kept deviations; b"" if there are none of either.
 
         sent    gives fields to be sent in place of those of the same names, if those can't be packed
 

@@ -45,7 +45,7 @@ class ProgramProcess:
 
     @property
     def end(self) -> str | None:
-        """How it has ended, in words, "" where it did as it should; None: it runs."""
+        """How it has ended, in words, "" if it did as it should; None: it runs."""
         if self._end is None and self._worker.has_ended(0.0):
             self.kill()
         return self._end

@@ -53,7 +53,7 @@ class RayProgram:
 
     @property
     def end(self) -> str | None:
-        """How it, or its actor, has ended, in words, "" where it did as it should; None: it runs, or will."""
+        """How it, or its actor, has ended, in words, "" if it did as it should; None: it runs, or will."""
         return self.wait(0.0)
 
     def wait(self, timeout: float) -> str | None:
@@ -69,7 +69,7 @@ class RayProgram:
 
     @property
     def log(self) -> str:
-        """Lines that it has written last; "" where its actor is not there."""
+        """Lines that it has written last; "" if its actor is not there."""
         if self._ended is not None:
             return self._ended[1]
         try:

@@ -41,7 +41,7 @@ _IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
 class CsvFile:
     """File of comma-separated values: a column for each name, and `steps`, `updates` and `time`, seconds since 1970.
 
-    A file that is there is added to. Where a new name comes up the file is written anew, with one more column, in which
+    A file that is there is added to. If a new name comes up the file is written anew, with one more column, in which
     the rows before have nothing.
 
     Raises MetricsError if the file can't be written, has other columns, or another log writes to it.

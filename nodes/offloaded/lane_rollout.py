@@ -167,10 +167,10 @@ class LaneRollout:
 
         steps         transitions made so far
         nodes         what every stage has counted, see `_nodes`
-        states        of the pipelines' connectors; not there where none has any
-        metrics       what was logged since this was asked last; not there where nothing was
-        deviations    (kind, text) of observations that were not in their space; not there where there are none
-        failure       what the environments raised, as a `RaisedError` has it; not there where they did not
+        states        of the pipelines' connectors; not there if none has any
+        metrics       what was logged since this was asked last; not there if nothing was
+        deviations    (kind, text) of observations that were not in their space; not there if there are none
+        failure       what the environments raised, as a `RaisedError` has it; not there if they did not
         lost_steps    the transitions that were under way then
         """
         report: dict[str, Any] = {"steps": self.lane.num_steps, "nodes": self._nodes()}

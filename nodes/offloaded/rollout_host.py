@@ -269,7 +269,7 @@ class RolloutHost(Host):
         device                      where forward passes are done; None: where the module is
         name                        as for `EnvHost`
 
-    role    "agent_rollout" where an environment has several agents, else "rollout"
+    role    "agent_rollout" if an environment has several agents, else "rollout"
 
     Nothing but numbers and names comes over the wire: if modules or connectors are not those of the rollout, the
     gateway is told so, and `connect` raises.

@@ -127,7 +127,7 @@ def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[A
         env_space    of what the environments get; None: `chosen`
 
     No later stage converts actions: what is recorded is what the environments get, or `actions_for_env` if a piece
-    has made those, or where the two spaces have other dtypes.
+    has made those, or if the two spaces have other dtypes.
     """
     actions, for_env = batch.get(Columns.ACTIONS), batch.get(Columns.ACTIONS_FOR_ENV)
     if actions is not None and not (type(actions) is np.ndarray and actions.dtype is chosen.dtype):

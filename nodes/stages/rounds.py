@@ -350,7 +350,7 @@ class FragmentCredits(LaneGate):
 
     lanes     that rounds are made of; under "pace" also those that have left, see `totals`. It is replaced, and never
               changed, as `absent` is: the reader's thread looks at them
-    absent    lane that a round need not wait for, but for a round of every lane -> 1 where it has begun a fragment
+    absent    lane that a round need not wait for, but for a round of every lane -> 1 if it has begun a fragment
     totals    lane that gives no more -> fragments that it gives in all
     lets_run_ahead    whether a fragment may have steps that were begun in the one before
     """

@@ -167,7 +167,7 @@ class EpisodeRows:
     """Rows of K episodes in memory, one episode behind the other.
 
     ordinal        number of the first episode in the order of its pass
-    start, stop    i64[K]    rows of each episode; `start` is below 0 where rows before were let go
+    start, stop    i64[K]    rows of each episode; `start` is below 0 if rows before were let go
     num_rows       R
     """
 

@@ -33,7 +33,7 @@ class EpisodeIndex:
     """E episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
 
     Chunks of a run with one episode's id are one episode if each begins at the step at which the one before ended.
-    Where the beginning is missing, `t_started` is above 0. Where the end is missing, the episode is cut.
+    If the beginning is missing, `t_started` is above 0. If the end is missing, the episode is cut.
 
         folder     of the dataset, or of a module
         kind       of the files that have the chunks, `EPISODES` or `ENV_EPISODES`

@@ -308,7 +308,7 @@ class ReplayHost:
     it by a `ReplayClient` alone.
 
     Raises ValueError for arguments that don't fit, RunError if an address can't be listened on, ReplayError for a
-    checkpoint of another replay, and where another host or replay writes to its folder.
+    checkpoint of another replay, and if another host or replay writes to its folder.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Sampler(abc.ABC):
 
     @property
     def steps(self) -> int:
-        """Steps to be trained on in one row of a batch, at most; 1 where that is not known before."""
+        """Steps to be trained on in one row of a batch, at most; 1 if that is not known before."""
         return 1
 
     @property

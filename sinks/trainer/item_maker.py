@@ -55,7 +55,7 @@ Yields = Literal["batches", "fragments"] | Batches
 class StreamReturns(EpisodeReturns):
     """Returns and lengths of episodes of several rollouts, from their fragments or from their train batches.
 
-    by_module    module id -> returns of the agents that it served; {} where rollouts have one agent. Of modules that
+    by_module    module id -> returns of the agents that it served; {} if rollouts have one agent. Of modules that
                  come and go, the 1024 with the newest episodes
     """
 
@@ -100,7 +100,7 @@ class ItemMaker:
         self._pipelines: dict[tuple[str | None, int, bool], LearnerConnectorPipeline] = {}
 
     def item_of(self, arrived_items: Sequence[ArrivedItem]) -> Any:
-        """The item of a set of arrived items; None: a batch without steps. Raises RunError where none can be made."""
+        """The item of a set of arrived items; None: a batch without steps. Raises RunError if none can be made."""
         fragments: list[Any] = [arrived.item for arrived in arrived_items if isinstance(arrived.item, AnyFragment)]
         if fragments and len(fragments) < len(arrived_items):
             raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
@@ -113,7 +113,7 @@ class ItemMaker:
     def _batch_of(self, fragments: Sequence[Any], arrived_items: Sequence[ArrivedItem]) -> Batch:
         """Train batch of fragments, or of the batches that the rollouts have made.
 
-        Column -> any[B, ...]; of several agents module id -> such a batch, which is empty where no module has steps.
+        Column -> any[B, ...]; of several agents module id -> such a batch, which is empty if no module has steps.
         """
         source = arrived_items[0].source
         rollout = source.rollout
@@ -144,7 +144,7 @@ class ItemMaker:
     def _made(
         self, key: tuple[str | None, int, bool], spaces: tuple[Any, Any], fragments: Sequence[Any], module: Any
     ) -> Batch:
-        """The train batch of one module's fragments, in tensors also where the pieces see no module."""
+        """The train batch of one module's fragments, in tensors also if the pieces see no module."""
         if key not in self._pipelines:
             pieces = pieces_given(self._learner_connector, "learner_connector", *spaces)
             pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=key[2])

@@ -101,7 +101,7 @@ class TrainerListener:
     def publish(self, weights: wire.Weights) -> int:
         """Send weights to every source; their policy version. Does not wait, nor for the lock.
 
-        Raises ModuleError where they can't be sent, are not those of a source's module, or more than it takes.
+        Raises ModuleError if they can't be sent, are not those of a source's module, or more than it takes.
         """
         size = frame_size(weights)
         for source in self.connected:
@@ -115,7 +115,7 @@ class TrainerListener:
         self._loop.wakeup.ring()
 
     def tell_done(self, sources: Collection[RolloutPeer]) -> None:
-        """Tell sources what is done: at once where they wait for it, or may soon have to."""
+        """Tell sources what is done: at once if they wait for it, or may soon have to."""
         with self.lock:
             self._behind.update(sources)
         stands_back = monotonic() < self._stands_back_until  # and tells them afterwards
@@ -171,7 +171,7 @@ class TrainerListener:
         self.bell.ring()
 
     def _stand_back(self) -> None:
-        """Let another thread serve, as long as it does so again and again, and soon where this one is woken."""
+        """Let another thread serve, as long as it does so again and again, and soon if this one is woken."""
         while not self._is_closing and (left := self._stands_back_until - monotonic()) > 0:
             if self._woken.poll(left * 1e3):
                 sleep(_GRACE_S)

@@ -48,9 +48,9 @@ def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Sp
 
 
 def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:
-    """The layout of fragments, as their messages tell of it. Raises WireError where it is none.
+    """The layout of fragments, as their messages tell of it. Raises WireError if it is none.
 
-    before    that of the fragment before, which is given again where this is the same
+    before    that of the fragment before, which is given again if this is the same
     """
     layout = layout_in(entries, action_space)
     return before if before is not None and before == layout else layout
@@ -148,7 +148,7 @@ def batches_in(batch: Batch, *, is_by_module: bool) -> Iterable[Batch]:
 
 
 def oldest_version(batches: Iterable[Batch]) -> int | None:
-    """The oldest policy version that actions were computed with; None where a batch does not say, or has no steps."""
+    """The oldest policy version that actions were computed with; None if a batch does not say, or has no steps."""
     oldest = []
     for batch in batches:
         versions, mask = batch.get(Columns.POLICY_VERSION), batch.get(Columns.LOSS_MASK)

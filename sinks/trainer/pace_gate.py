@@ -123,7 +123,7 @@ class PaceGate(LaneGate):
 
     buffer     items that were given to the trainer
     name       of the trainer, in reports
-    lanes      that there are at the beginning, where lanes come and go; None: they are fixed
+    lanes      that there are at the beginning, if lanes come and go; None: they are fixed
     ring       called when there is news of lanes, in the graph's thread
 
     lanes      that there are; never changed in place, as `aside` is not: hellos are made in a thread of their own

@@ -46,7 +46,7 @@ class TrainerProcess:
     after the last rollout that is there. A trainer that does not end within `linger` seconds, or whose block raised, is
     terminated, and then killed. Fragments come to it through shared memory.
 
-    Raises RunError with the traceback in its notes where `train` raises, or the process dies, when the block is left.
+    Raises RunError with the traceback in its notes if `train` raises, or the process dies, when the block is left.
     """
 
     @checking_keywords("TrainerProcess", {name: f"stream=dict({place})" for name, place in _PLACES.items()})
@@ -114,7 +114,7 @@ class TrainerProcess:
             raise self._error
 
     async def watch(self) -> None:
-        """Wait until the trainer has ended. Raises RunError where it has failed."""
+        """Wait until the trainer has ended. Raises RunError if it has failed."""
         self._started()
         if not self._has_ended:
             await anyio.wait_readable(self._link.fileno())

@@ -200,7 +200,7 @@ class RolloutPeer:
 
     @property
     def is_connected(self) -> bool:
-        """True where it has an open connection."""
+        """True if it has an open connection."""
         return self.connection is not None and self.connection.is_open
 
     def whereabouts(self, grace_s: float) -> str:
@@ -213,7 +213,7 @@ class RolloutPeer:
 
     @property
     def waits_soon(self) -> bool:
-        """True where half of its window has been done with since the last `Done` to it."""
+        """True if half of its window has been done with since the last `Done` to it."""
         return 2 * (self.session.done - self.told_done[0]) >= (self.session.window or 0)
 
     def come(self, connection: wire.ReceiverConnection, version: int) -> None:
@@ -242,7 +242,7 @@ class RolloutPeer:
         self.life = PeerLife.LOST
 
     def introduce(self, hello: wire.Hello, where: str) -> None:
-        """Take a Hello. Raises WireError where its metadata make no sense."""
+        """Take a Hello. Raises WireError if its metadata make no sense."""
         self.rollout, self._layouts = RolloutDescription.of(hello.metadata), {}
         self._introduce_lanes(len(hello.slots))
         self.called = hello.name
@@ -280,7 +280,7 @@ class RolloutPeer:
         return ArrivedItem(self, message.number, fragment, version)
 
     def _check_lane(self, message: wire.Fragment) -> None:
-        """Raise WireError where none of a fragment's lane may come."""
+        """Raise WireError if none of a fragment's lane may come."""
         if self.rollout.has_fixed_lanes and message.lane not in self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {len(self.lanes)}", "fragment")
         if message.number > self.aside.get(message.lane, message.number):
@@ -312,7 +312,7 @@ class RolloutPeer:
         session.kept = max(session.kept, session.done if most is None else min(session.done, most))
 
     def _introduce_lanes(self, count: int) -> None:
-        """Take the lanes of a Hello, so many. Raises WireError where they make no sense."""
+        """Take the lanes of a Hello, so many. Raises WireError if they make no sense."""
         self.take_lanes(count)
         self.aside = {}
         for lane, number in self.rollout.aside:
@@ -326,7 +326,7 @@ class RolloutPeer:
         self.lanes = frozenset(range(1 if self.rollout.sends_batches else count))
 
     def set_aside(self, lane: int, number: int) -> None:
-        """Note that a lane has no item behind this one. Raises WireError where there is no such lane."""
+        """Note that a lane has no item behind this one. Raises WireError if there is no such lane."""
         if self.rollout.sends_batches:
             return
         if lane not in self.lanes:

@@ -302,7 +302,7 @@ class TrainerSink:
         return [rollout]
 
     def _take_makers(self, sources: Sequence[Any]) -> None:
-        """Know which fragments go into which train batch. Raises GraphError where there can't be what is to be sent."""
+        """Know which fragments go into which train batch. Raises GraphError if there can't be what is to be sent."""
         makers = [node for node in sources if node is not self._rollout]
         self._makers = [node.origins_of for node in makers if hasattr(node, "origins_of")]
         if self._sends == "batches" and not makers:
@@ -357,7 +357,7 @@ class TrainerSink:
     def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
         """Have the rollout act with weights of this version; False: they are not newer than its own. From any thread.
 
-        Raises ModuleError where they are not those of its module, or of modules `_ids` where it has several.
+        Raises ModuleError if they are not those of its module, or of modules `_ids` if it has several.
         """
         if isinstance(self._rollout, MultiAgentRollout):
             weights = messages.parted_weights(weights, self._ids or ())
@@ -382,7 +382,7 @@ class TrainerSink:
             await self._wait_until(lambda: self._is_done_with_all() or self.goodbye is not None)
 
     def _is_done_with_all(self) -> bool:
-        """True if the trainer is done with all fragments, and has acknowledged them where it has a rollout stay."""
+        """True if the trainer is done with all fragments, and has acknowledged them if it has a rollout stay."""
         order, session = self._gate.order, self._session
         return session.given == (session.kept if order is not None and order.stays else session.done)
 
@@ -483,7 +483,7 @@ def rollout_among(sources: Sequence[Any], where: str, *, is_all: bool) -> AnyRol
     where     the sink, for messages
     is_all    whether there are no others to come
 
-    Raises GraphError where there are several, or none is to come.
+    Raises GraphError if there are several, or none is to come.
     """
     found = [node for node in sources if isinstance(node, AnyRollout)]
     if len(found) > 1:

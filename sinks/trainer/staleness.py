@@ -52,7 +52,7 @@ class StalenessBound:
         version          newest policy version
         has_published    True if this trainer has published it
 
-        Raises LagError for an item that is too old where none may be, RunError where no younger one would ever come.
+        Raises LagError for an item that is too old if none may be, RunError if no younger one would ever come.
         """
         if self.max_lag is None:
             return True
@@ -109,7 +109,7 @@ class StalenessBound:
     def window_of(self, source: RolloutPeer) -> tuple[int, int]:
         """Window of a rollout, and the items of it that the trainer has to have at a time before it is done with any.
 
-        The window is a number of items beyond the last one that the trainer is done with. Raises WireError where the
+        The window is a number of items beyond the last one that the trainer is done with. Raises WireError if the
         trainer can't take what the rollout sends.
         """
         ahead = self.ahead

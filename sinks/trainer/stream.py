@@ -156,7 +156,7 @@ class TrainerStream:
     have announced that no more comes. Leaving the block, of `with` or `async with`, says goodbye to the rollouts; but
     after an error they wait for a trainer to come back.
 
-    Raises RunError where the address can't be listened on, no rollout comes, or all are lost.
+    Raises RunError if the address can't be listened on, no rollout comes, or all are lost.
     """
 
     @checking_keywords("TrainerStream", PLACES)
@@ -260,7 +260,7 @@ class TrainerStream:
     def publish(self, weights: Mapping[str, Any]) -> int:
         """Copy weights for all rollouts to act with, and return their policy version; another thread sends them.
 
-        weights    a `state_dict()`; where rollouts have several modules, module id -> `state_dict()` of each trained
+        weights    a `state_dict()`; if rollouts have several modules, module id -> `state_dict()` of each trained
 
         A rollout that is slow to take weights gets the newest alone. If a rollout comes with a newer version, of an
         earlier trainer, the weights get a version above that. Weights that are published after `load_state_dict` and
@@ -399,7 +399,7 @@ class TrainerStream:
         self._current, self._left_out = [*arrived, *self._left_out], []
 
     def _try_next(self, patience: WaitReminder) -> Any:
-        """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
+        """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError if no rollout comes."""
         trace = self._listener.trace
         while True:
             arrived = self._try_take(patience)
@@ -475,7 +475,7 @@ class TrainerStream:
         return admitted
 
     def _is_enough(self, present: Present, patience: WaitReminder) -> bool:
-        """True once as many rollouts have come as are waited for. Raises RunError where they have not in time."""
+        """True once as many rollouts have come as are waited for. Raises RunError if they have not in time."""
         self._has_begun = self._expects_no_more or len(self._listener.come) >= (self._awaited or 0)
         if self._has_begun:
             return True
@@ -489,7 +489,7 @@ class TrainerStream:
         return False
 
     def _none_or_not_yet(self, present: Present, patience: WaitReminder) -> list[ArrivedItem] | None:
-        """None where no more items come, else none yet. Raises RunError where all rollouts are lost, for too long."""
+        """None if no more items come, else none yet. Raises RunError if all rollouts are lost, for too long."""
         if any(present()):
             if patience.is_long:
                 here = [source.whereabouts(self._listener.limits.grace_s) for source in present()]

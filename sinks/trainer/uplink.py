@@ -240,7 +240,7 @@ class TrainerUplink:
         self.bell.ring()
 
     def fail(self, peer: Peer[wire.SenderConnection], error: Exception, now: float) -> None:
-        """Refuse the trainer; have another try, or raise the error where that is of no use."""
+        """Refuse the trainer; have another try, or raise the error if that is of no use."""
         code = error.code if isinstance(error, WireError) else "weights"
         if code == wire.FAILED and error is peer.connection.error:  # the trainer has: another one may come in its place
             code = "lost"

@@ -1,7 +1,7 @@
 """Blocks of memory, private or shared between processes, pools that reuse them, and columns laid out in them.
 
 A shared block is an anonymous file, passed on as a descriptor. The system frees it when the last process that holds it
-has ended. Where the system offers seals, a block can't shrink, so a process that got one can always read all of it.
+has ended. If the system offers seals, a block can't shrink, so a process that got one can always read all of it.
 """
 
 import math

@@ -39,7 +39,7 @@ class ReadyLane(Lane):
     """The N slots of a lane whose source answers for some of them at a time.
 
     layout     of fragments of T vector steps, under NEXT_STEP autoreset. A slot makes at most 2T steps in a fragment,
-               which has T·N answers, or fewer if a slot has made so many: it has rows for them. Where the lane runs
+               which has T·N answers, or fewer if a slot has made so many: it has rows for them. If the lane runs
                ahead, the last turn may bring it a few more
     receive    gives the next answers for slots that are under way, as `record_step` takes them; None: of none, but some
                have been given up meanwhile

@@ -155,7 +155,7 @@ class Transport:
 
 
 def _queued(sock: socket.socket) -> int:
-    """Bytes sent that the other end's system has not acknowledged; 0 where this system does not tell."""
+    """Bytes sent that the other end's system has not acknowledged; 0 if this system does not tell."""
     try:
         return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except (OSError, ValueError):  # ValueError: it is closed

@@ -709,7 +709,7 @@ def local_policy_inference(
         reward, terminated, truncated, info    what came with that; None: nothing has come
         explore       False: the likeliest action; True or None: a sampled one
 
-    Where the step before has ended its episode, as `terminated` or `truncated` said, the next call begins a new one.
+    If the step before has ended its episode, as `terminated` or `truncated` said, the next call begins a new one.
     Raises ConnectorError for a policy without connectors, and if these do not make the policy's input.
     """
     given = {

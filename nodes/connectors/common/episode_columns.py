@@ -334,8 +334,8 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
     While acting it is the episode's last `state_out`, or `rl_module.get_initial_state()` at the episode's start.
 
     For training it is the state before the first step of each row of `max_seq_len`. A chunk's first row has the initial
-    state, as it was recorded or else as the module has it now. Where the episode began before the chunk, it has the
-    lookback's last `state_out`. Further rows have the `state_out` of the step before. Where the batch has `new_obs`,
+    state, as it was recorded or else as the module has it now. If the episode began before the chunk, it has the
+    lookback's last `state_out`. Further rows have the `state_out` of the step before. If the batch has `new_obs`,
     `next_state_in` is the state before the row's first one of those.
 
     Does nothing for a module that is not stateful, and if the batch has `state_in`. Raises ConnectorError for a

@@ -26,7 +26,7 @@ from rollflow.stream.wire import AgentRows, Answer, Reset, Rows, Step
 
 
 def check_alike(lanes: Sequence[Any]) -> None:
-    """Raise EnvError where lanes differ in what one description is for."""
+    """Raise EnvError if lanes differ in what one description is for."""
     first = lanes[0].describe()
     for place, lane in enumerate(lanes):
         for name, mine in lane.describe().items():
@@ -38,13 +38,13 @@ def check_alike(lanes: Sequence[Any]) -> None:
 class HostLane:
     """Environments of one lane of a host, of one agent each or of several, which a thread steps.
 
-    maker         a `LaneMaker` or `AgentLaneMaker`; unless a user has made the environments, they are made again where
+    maker         a `LaneMaker` or `AgentLaneMaker`; unless a user has made the environments, they are made again if
                   they are reset after they have raised
     index         number of the lane
     deviations    of what they give
     env           the environments as they are now
 
-    Raises EnvError where they can't be made.
+    Raises EnvError if they can't be made.
     """
 
     def __init__(self, maker: Any, index: int, deviations: Deviations) -> None:
@@ -59,7 +59,7 @@ class HostLane:
             self._row = row_of(self.env.env.single_observation_space, 1)
 
     def describe(self) -> dict[str, Any]:
-        """Fields of a Hello. Raises EnvError where agents' ids can't be sent."""
+        """Fields of a Hello. Raises EnvError if agents' ids can't be sent."""
         return sent_description_of(self.env)
 
     def answer(self, request: Reset | Step) -> Rows | AgentRows:
@@ -144,13 +144,13 @@ class HostLane:
 
 
 def _cast(like: NDArray[Any], values: Any) -> Any:
-    """Values in the dtype of `like`, where they are of the same kind."""
+    """Values in the dtype of `like`, if they are of the same kind."""
     array = np.asarray(values)
     return array.astype(like.dtype, copy=False) if np.can_cast(array.dtype, like.dtype, "same_kind") else values
 
 
 def sent_description_of(env: Any) -> dict[str, Any]:
-    """Fields of a Hello about the environments of a lane. Raises EnvError where agents' ids can't be sent."""
+    """Fields of a Hello about the environments of a lane. Raises EnvError if agents' ids can't be sent."""
     fields = description_of(env)
     return fields | {"agents": tuple(map(_sent, fields["agents"]))} if "agents" in fields else fields
 
@@ -168,7 +168,7 @@ def made_lanes(
     make         makes a lane of its maker, a `LaneMaker` or `AgentLaneMaker`, and its number
     of_agents    options that are for several agents alone
 
-    Raises EnvError where they can't be made, and for options of the other kind.
+    Raises EnvError if they can't be made, and for options of the other kind.
     """
     with kind_of(env) as (kind, given):
         has_several = kind.has_several
@@ -192,7 +192,7 @@ def made_lanes(
 
 
 def _sent(agent: Any) -> str | int:
-    """An agent's id as it goes over the wire. Raises EnvError where it can't."""
+    """An agent's id as it goes over the wire. Raises EnvError if it can't."""
     if isinstance(agent, str):
         return str(agent)
     if is_whole(agent):
@@ -214,12 +214,12 @@ class EnvHost(Host):
         name                    what it is called in the gateway's messages; None: the machine's name and this process'
                                 number
 
-    role    "agents" where an environment has several agents, else "env"
+    role    "agents" if an environment has several agents, else "env"
 
     Every lane has a thread of its own. Leave it by `with`, or `close` it: this ends the threads and closes the
     environments.
 
-    Raises EnvError where environments can't be made, or lanes differ.
+    Raises EnvError if environments can't be made, or lanes differ.
     """
 
     @checking_keywords("EnvHost", PLACES)

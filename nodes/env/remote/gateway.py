@@ -112,7 +112,7 @@ class Registry:
         return self._host_of[lane]
 
     def take_in(self, hello: wire.Hello, name: str, peer: "HostPeer") -> RemoteHost:
-        """Welcome a new host. Raises WireError where it can't be taken."""
+        """Welcome a new host. Raises WireError if it can't be taken."""
         self._check(hello)
         lanes = range(self._next_lane, self._next_lane + len(hello.slots))
         session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
@@ -304,7 +304,7 @@ class Gateway:
             return is_told
 
     def is_behind(self, host: RemoteHost) -> bool:
-        """True where much of what a host was told or asked is still on its way into the socket."""
+        """True if much of what a host was told or asked is still on its way into the socket."""
         return host.connection.undelivered > _MUCH
 
     def expel(self, host: RemoteHost, error: WireError) -> None:

@@ -97,7 +97,7 @@ class Host(ClosedOnExit):
             limits     of frames, times and bytes under way
             retry_s    seconds for which a connection is dialled again that can't be made, or breaks; None: for ever
 
-        Raises WireError where the gateway refuses, is not to be reached, or does not know the secret.
+        Raises WireError if the gateway refuses, is not to be reached, or does not know the secret.
         """
         with self._served(endpoint_at(address, secret, tls, limits)):
             return self._serve_dialled(retry_s)
@@ -319,7 +319,7 @@ class Host(ClosedOnExit):
                 self._take_news(event)
 
     def fail(self, peer: HostPeer, error: Exception, now: float) -> None:
-        """Log how a connection has ended, or raise the error where the gateway is dialled."""
+        """Log how a connection has ended, or raise the error if the gateway is dialled."""
         if error is self._fatal:
             with self._lock:
                 peer.connection.refuse(self.role, f"{type(error).__name__}: {error}")
@@ -348,7 +348,7 @@ class Host(ClosedOnExit):
         """Have lanes come to an end with what they are at, as this host drains."""
 
     def _work_on(self, lane: Any, request: Any) -> Callable[[], wire.Answer | None]:
-        """Work for the lane's thread; where it gives None, nobody wants the answer any more."""
+        """Work for the lane's thread; if it gives None, nobody wants the answer any more."""
         raise NotImplementedError
 
     def _take_news(self, news: wire.Message) -> None:
@@ -358,7 +358,7 @@ class Host(ClosedOnExit):
         """Tell the gateway what it has not asked for, with the lock held."""
 
     def _failed(self, request: Any, error: Exception) -> wire.Answer | None:
-        """Answer where a lane's work has raised."""
+        """Answer if a lane's work has raised."""
         return wire.Failed.of(request, error)
 
     # Inside

@@ -34,7 +34,7 @@ class RawConnection(ClosedOnExit):
     patience_s    how long an answer may take
     session       that goes on, whose requests under way are asked again; None: a new one
 
-    Raises ProtocolViolation or WireError where the host does something else in the handshake.
+    Raises ProtocolViolation or WireError if the host does something else in the handshake.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RawConnection(ClosedOnExit):
     # As a gateway has it: what comes is checked
 
     def ask(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
-        """Send a valid request: its answer. Raises WireError or ProtocolViolation where that fails, or does not fit."""
+        """Send a valid request: its answer. Raises WireError or ProtocolViolation if that fails, or does not fit."""
         self.put(request)
         return self.answers_to([request])[0]
 
@@ -165,7 +165,7 @@ class RawConnection(ClosedOnExit):
         self.sock.sendall(b"".join(wire.encode(message)))
 
     def expect(self, kind: type[wire.Message], what: str) -> Any:
-        """The next message, of this kind. Raises ProtocolViolation for another, and where none comes."""
+        """The next message, of this kind. Raises ProtocolViolation for another, and if none comes."""
         while not self._waiting:
             self._waiting += [wire.decode(frame) for frame in self._decoder.feed(self._data(what))]
         message = self._waiting.pop(0)
@@ -174,7 +174,7 @@ class RawConnection(ClosedOnExit):
         return message
 
     def refused(self, code: str, why: str) -> None:
-        """Expect the host to refuse with this code and to close. Raises ProtocolViolation where it does not."""
+        """Expect the host to refuse with this code and to close. Raises ProtocolViolation if it does not."""
         refusal = self.expect(wire.Refused, f"refused with the code '{code}', after {why}")
         if refusal.code != code:
             raise ProtocolViolation(
@@ -183,7 +183,7 @@ class RawConnection(ClosedOnExit):
         self.closed(f"the connection closed after {why}")
 
     def closed(self, what: str, last: type[wire.Message] | None = None) -> None:
-        """Expect the host to close the connection. Raises ProtocolViolation where it does not.
+        """Expect the host to close the connection. Raises ProtocolViolation if it does not.
 
         last    message that it may say before
         """
@@ -194,7 +194,7 @@ class RawConnection(ClosedOnExit):
             raise ProtocolViolation(f"sent {shown(self._waiting[0])}, expected {what}")
 
     def _data(self, what: str, *, may_end: bool = False) -> bytes:
-        """The next bytes; none where the other end has closed, if it may."""
+        """The next bytes; none if the other end has closed, if it may."""
         try:
             data = self.sock.recv(1 << 16)
         except TimeoutError:
@@ -221,7 +221,7 @@ def check_host(
         opened        gives a new connection to it
         patience_s    how long it may take for a step or a reset
 
-    Where the host does not get through the handshake, the other checks are left out.
+    If the host does not get through the handshake, the other checks are left out.
     """
     role = ""
     for number, (name, check) in enumerate(_CHECKS.items()):

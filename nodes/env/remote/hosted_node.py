@@ -84,7 +84,7 @@ class HostWait(WaitReminder):
         logger.warning("%s: hosts are awaited%s %s (join_timeout), %s", state, since, more, where)
 
     def remind(self, state: str, where: str) -> None:
-        """Log that hosts are awaited, where a line is due."""
+        """Log that hosts are awaited, if a line is due."""
         if self.is_long:
             self.warn(state, where)
 
@@ -103,7 +103,7 @@ class HostedNode(LanesElsewhere):
     each has left.
 
     Subclasses say by `ask` and `take` what hosts are asked for, and what becomes of their answers. A lane that is late
-    has its episodes given up, and begins anew once its host has answered after all. Where a host leaves, open episodes
+    has its episodes given up, and begins anew once its host has answered after all. If a host leaves, open episodes
     end as truncated; its lanes give the fragment that they have begun, and no more. Whole rollouts do otherwise all
     that is below "What hosts are asked for".
     """
@@ -126,7 +126,7 @@ class HostedNode(LanesElsewhere):
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """Wait for the first hosts: what is known of their environments, lane by lane.
 
-        Raises EnvError when they don't come in time, and where numbers of environments or lanes were given.
+        Raises EnvError when they don't come in time, and if numbers of environments or lanes were given.
         """
         if num_envs is not None or lanes is not None:
             raise EnvError(
@@ -222,7 +222,7 @@ class HostedNode(LanesElsewhere):
         return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
-        """Have a lane begin, or begin anew after it was lost: the lane, where it comes back at once."""
+        """Have a lane begin, or begin anew after it was lost: the lane, if it comes back at once."""
         seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, remote.starts))
         remote.starts += 1
         if not remote.is_waited:
@@ -236,10 +236,10 @@ class HostedNode(LanesElsewhere):
 
     @abc.abstractmethod
     def take(self, remote: Any, answer: Any) -> Iterator[Any]:
-        """Take what a host has answered for a lane, where nothing failed: the lane, if it comes back."""
+        """Take what a host has answered for a lane, if nothing failed: the lane, if it comes back."""
 
     def failed(self, remote: RemoteLane, answer: Failed) -> None:
-        """Take note of an error of a lane's environments. Raises EnvError where every lane's raise from the first."""
+        """Take note of an error of a lane's environments. Raises EnvError if every lane's raise from the first."""
         where = f"on host {remote.host.name}"
         remote.raised = RaisedError(answer.type, answer.text, answer.notes, answer.traceback, where)
         self.check_first_errors()

@@ -63,7 +63,7 @@ class RemoteHosts:
             max_hosts       more are refused
             limits          of frames, times and bytes under way
 
-        Raises WireError for an address that is none, or not without a secret; EnvError where it can't be listened on.
+        Raises WireError for an address that is none, or not without a secret; EnvError if it can't be listened on.
         """
         if not addresses:
             raise ValueError("no address to listen on, expected 'tcp://host:port' or 'unix:/path'")
@@ -113,7 +113,7 @@ class RemoteHosts:
         return bool(self.sockets)
 
     def take(self) -> None:
-        """Say that a rollout has it. Raises EnvError where another has."""
+        """Say that a rollout has it. Raises EnvError if another has."""
         if self.is_taken:
             raise EnvError("these remote hosts have been given to a rollout already, expected others")
         self.is_taken = True
@@ -135,7 +135,7 @@ class RemoteEnvs(RemoteHosts):
 class RemoteRollouts(RemoteHosts):
     """Whole rollouts on other hosts, `rollflow rollout-host` or a `RolloutHost` there: the policy acts there.
 
-    It serves where a round trip for each step would take too long. Hosts are sent weights and what connectors have
+    It serves if a round trip for each step would take too long. Hosts are sent weights and what connectors have
     learnt, and send fragments. They must have the same connectors, and, unless that is the default one, the same
     module.
     """

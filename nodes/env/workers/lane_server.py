@@ -69,7 +69,7 @@ class LaneServer:
     # Inside
 
     def _do(self, asked: Frame) -> bytes:
-        """Do what a frame asks for, and give the answer; b"" where there is none."""
+        """Do what a frame asks for, and give the answer; b"" if there is none."""
         kind = asked.kind
         if kind is FrameKind.STEP or kind is FrameKind.STEP_FOR_ENV:
             return self._agents_stepped() if self._has_several else self._stepped(asked)

@@ -92,7 +92,7 @@ class AgentRows(LaneMessage):
     agent_slots         i64[K] ascending: who has an observation; None: all
     obs                 trees of arrays `any[K, ...]`, in the parts' spaces: after the step, the last ones of those that
                         ended with it among them
-    rewards             f4[S], 0 where none came; None after a Reset, as all below
+    rewards             f4[S], 0 if none came; None after a Reset, as all below
     terminateds,        bool[S]: who ended with the step, if it had come; of an environment that ended, all that were
     truncateds          still there
     ended               i64[E] ascending: environments whose episodes ended; they have been reset
