@@ -132,10 +132,11 @@ class RunCounters:
         items = sum(self.nodes[each].items for each in chain.names)
         working = [wait for node, meter in chain.background for wait in self._background(node, meter)]
         if number >= 0 and not (working and age_s < _BRIEF_S):
-            call = self._call(chain, list(self.nodes)[number], (number, since), age_s)
-            yield Wait(name, "waits", "waits", on=(call.name,), mark=items, is_part=True)
-            if call.name != name:
-                yield call
+            call = list(self.nodes)[number]
+            waits = getattr(self.graph.nodes[call].node, "waits_in_call", False) and list(self._asked(call))
+            calls = waits or [self._call(chain, call, (number, since), age_s)]
+            yield Wait(name, "waits", "waits", on=tuple(wait.name for wait in calls), mark=items, is_part=True)
+            yield from (wait for wait in calls if wait.name != name)
             return
         if chain.pending and (full := self._full(chain.names)):
             yield _without_room(name, full, items)

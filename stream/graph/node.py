@@ -83,6 +83,8 @@ class Background(Protocol):
 
     A call with an item returns None. The outputs come from `completed()`. All methods are called in the thread that the
     graph runs in. The descriptor says that another thread or process has completed something.
+
+    While a call waits for what the node works on, an attribute `waits_in_call` is True: the doctor then asks `at_work`.
     """
 
     @property

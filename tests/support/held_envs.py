@@ -14,6 +14,7 @@ class Held(NumberedEnv):
     """Waits in these steps of its life and in these resets, both numbered from 0 on; says when it is closed.
 
     lives    only so many lives of a slot are held
+    makes    numbers of the lives, from 0 on, in whose making it waits
     """
 
     def __init__(
@@ -24,14 +25,17 @@ class Held(NumberedEnv):
         steps: Sequence[int] = (),
         resets: Sequence[int] = (),
         lives: int = 1,
+        makes: Sequence[int] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(slot, **kwargs)
         self.folder = folder
         with (folder / f"lives {slot}").open("a") as file:
             file.write("life\n")
-        is_held = times_made(folder, slot) <= lives
-        self.held_steps, self.held_resets = (steps, resets) if is_held else ((), ())
+        life = times_made(folder, slot) - 1
+        self.held_steps, self.held_resets = (steps, resets) if life < lives else ((), ())
+        if life in makes:
+            self._wait()
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if self.episode + 1 in self.held_resets:

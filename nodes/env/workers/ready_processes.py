@@ -4,6 +4,7 @@ import os
 import selectors
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from time import monotonic
 from typing import Any
@@ -28,6 +29,7 @@ from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.data.tree import Tree
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait
 
@@ -77,6 +79,7 @@ class SlotsLink(LaneLink):
         self.asks = len(slots)
         for slot in slots:
             node.beside.pop(slot, None)  # of an answer that was cut short
+            node.asked_at[slot] = clock()
 
     def step(self) -> None:
         raise NotImplementedError  # slots are asked one by one
@@ -101,6 +104,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
     block         has what each slot has been asked for, and has answered last
     answers_to    descriptor that workers tell by which slots have answered
     beside        slot -> what it answered beside its columns, until that is taken
+    asked_at      time in ns at which each slot was asked for what it has not answered yet; 0: it has answered
     """
 
     program = "rollflow.nodes.env.workers.ready_server"
@@ -130,6 +134,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         count = count_of(env, num_envs)
         sizes = sizes_of(count, min(count, self._asked_workers or core_count()))
         firsts = accumulate(sizes, initial=0)
+        self.asked_at = [0] * count
         self._parts = [range(first, first + size) for first, size in zip(firsts, sizes, strict=False)]
         made = super()._made(env, num_envs, len(sizes))
         one = made[0]
@@ -188,7 +193,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             self._actions[slots] = actions
         else:
             self._columns[Columns.ACTIONS].write_items(0, slots, actions)
-        sent = slots.tolist()
+        sent, now = slots.tolist(), clock()
         self._awaited.update(sent)
         for slot in sent:
             if slot in self._early:
@@ -197,6 +202,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             elif slot not in self._to_end:  # else it begins anew, and answers once it has
                 link = self._link_of[slot]
                 link.asks += 1
+                self.asked_at[slot] = now
                 link.send(self._step_of[slot])
 
     def _heard_within(self, wait_s: float) -> list[Any]:
@@ -229,6 +235,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         for slot in slots:
             link = self._link_of[slot]
             link.asks, link.answers = link.asks - 1, link.answers + 1
+            self.asked_at[slot] = 0
             if slot in self._to_end:
                 self._begun[slot] = self._to_end.pop(slot)
         if slots is not told:
@@ -263,9 +270,12 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         return SlotAnswers(observations, rewards, terminateds, truncateds, infos, slots, final)
 
     def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
-        if remote.phase is LanePhase.READY and not remote.asks:
-            return iter(())
-        return super()._waits_for(remote, name, began, age_s)
+        if remote.phase is not LanePhase.READY:
+            yield from super()._waits_for(remote, name, began, age_s)
+        elif asked := [(at, slot) for slot in remote.slots if (at := self.asked_at[slot])]:
+            at, slot = min(asked)  # a worker steps its slots in the order in which they were asked
+            for wait in super()._waits_for(remote, name, began, (clock() - at) / 1e9):
+                yield replace(wait, where=wait.where.replace(remote.name, f"slot {slot}", 1))
 
     # Losses
 
@@ -274,6 +284,8 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._kept += self._read()  # what it has answered before
         super().give_up(remote, reason)
         remote.asks = 0
+        for slot in remote.slots:
+            self.asked_at[slot] = 0
         if self._resets is not None:  # all of its slots are reset again
             return
         for slot in self._early.intersection(remote.slots):

@@ -41,9 +41,11 @@ class ReadySlots(LanesElsewhere):
     """A node with one lane, whose slots step elsewhere, each on its own: the lane goes on with those that are ready.
 
     max_wait    seconds for which the lane waits for more slots, once one is ready
+
+    waits_in_call    True while a call waits for slots, as at the end of a fragment
     """
 
-    _has_given_up = False
+    _has_given_up = waits_in_call = False
 
     def __init__(self, env: Any, *, max_wait: float = 0.0, **options: Any) -> None:
         self._max_wait = max_wait
@@ -105,11 +107,13 @@ class ReadySlots(LanesElsewhere):
 
     def _receive(self) -> SlotAnswers | None:
         """Wait for the next answers; None: some slots have been given up instead."""
-        self._has_given_up = False
-        while not (came := self._come(_WAIT_S)):
-            if self._has_given_up:
-                return None
-        return self._joined(came)
+        self._has_given_up, self.waits_in_call = False, True
+        came: list[Any] = []
+        while not came and not self._has_given_up:
+            came = self._come(_WAIT_S)
+        answers = self._joined(came) if came else None
+        self.waits_in_call = False  # stays True if a slot has raised, or is late
+        return answers
 
     def _come(self, wait_s: float) -> list[Any]:
         """What has been answered, for which so many seconds are waited; empty: nothing."""

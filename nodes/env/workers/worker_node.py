@@ -110,7 +110,8 @@ class LaneLink(LaneStatus, abc.ABC):
         """What the worker is at right now, without its place and its stack."""
         phase = self.phase
         if phase is LanePhase.LOST:
-            return Wait("", "lost", f"is lost, and begins anew in a while: {self.reason}")
+            text = f"is lost, and begins anew in a while: {self.reason}"
+            return Wait("", "lost", text, age_s=backoff.times.clock() - self.noted_at)
         if phase is LanePhase.MAKING:
             return Wait("", "call", "makes its environments", limit="reset", mark=self.starts)
         more = {"calls": 0} if phase is LanePhase.RESETTING else {}

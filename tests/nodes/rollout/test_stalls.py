@@ -190,6 +190,37 @@ def test_of_several_lanes_in_a_process_the_one_that_hangs_is_named(place: str, t
     assert place == "hosts" or line_of(Held.step, "self._wait()") in text, text
 
 
+@pytest.mark.parametrize(("place", "prefetch"), [("threads apart", 0), ("threads apart", 1), ("processes apart", 0)])
+def test_the_slot_that_hangs_is_named_where_a_call_waits_for_all_slots(
+    place: str, prefetch: int, tmp_path: Path
+) -> None:
+    held: Any = {"steps": [3], "makes": [1]}
+    envs = [partial(Held, slot, tmp_path, lengths=(50, 50), **(held if slot == 2 else {})) for slot in range(4)]
+    options = {**PLACES[place], **OPTIONS, "prefetch": prefetch, **({"workers": 2} if "processes" in place else {})}
+    rollout = Rollout(envs, module=NumberedModule(), **options)
+    source = rollout.environments
+
+    def go_on() -> None:
+        let_go(tmp_path, 2)
+        let_go(tmp_path, 2, times=1)
+
+    with being_read(rollout, go_on):
+        await_held(tmp_path, 2)
+        await_that(lambda: source.waits_in_call and len(list(source.at_work("env"))) == 1, rollout.diagnose)
+        text = Looking(rollout._doctor).until_told(6.5)
+        at = r"worker 1, pid \d+" if place == "processes apart" else "in its thread"
+        assert re.match(rf"no fragment for 5\.\d s: env \(slot 2, {at}\) is in step\(\) since 5\.\d s; ", text), text
+        assert line_of(Held.step, "self._wait()") in text, text
+        assert "\ndo: have it return; Timeouts(step=…) ends the " in text
+        if place == "processes apart":
+            os.kill(source._workers[1].process.pid, signal.SIGKILL)
+            await_held(tmp_path, 2, times=1)
+            blocker = rollout.diagnose().blocker
+            assert blocker is not None
+            assert re.fullmatch(r"env \(the worker of slots 2 to 3, worker 1, pid \d+\)", blocker.name)
+            assert blocker.doing == "makes its environments"
+
+
 class WithoutEnd(NumberedEnv):
     """Is in C code, which lets no other thread of the process have the interpreter, in its first life's third step."""
 
