@@ -31,9 +31,9 @@ BUDGETS = {  # folder -> code lines, classes
         15,
     ),  # own pieces named; a fragment's tensors made at once; modules in turns resolved once; tensors of a device fused
     "nodes/device": (
-        1017,
+        1034,
         11,
-    ),  # environments of tensors, and their checks; columns and faults on a device; memory; JAX, bounds too; VMAS
+    ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
     "nodes/env": (
         2107,
         27,
@@ -53,7 +53,7 @@ BUDGETS = {  # folder -> code lines, classes
     ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
     "nodes/offloaded": (1631, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2468, 14),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1606, 21),  # columns on a device; words of other engines; slots apart
+    "nodes/rollout": (1607, 21),  # columns on a device; words of other engines; slots apart; JaxEnvs by name
     "nodes/stages": (1979, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (887, 21),

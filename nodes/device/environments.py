@@ -50,7 +50,8 @@ class DeviceEnvironments(Environments):
         if piece is not None and not all(env.allow_host_copies for env in self.envs):
             raise ConnectorError(
                 f"{piece.name} would have each step copied from {self.device} to the host, since it has no form for "
-                "tensors; expected a piece of rollflow that has one, or TorchEnvs(env, allow_host_copies=True)"
+                "tensors; expected a piece of rollflow that has one, or "
+                f"{type(self.envs[0]).__name__}(…, allow_host_copies=True)"
             )
         if piece is None and device not in (None, self.device):
             raise ModuleError(

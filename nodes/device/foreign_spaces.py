@@ -22,6 +22,9 @@ def gymnasium_space(space: Any, seen: Any = None) -> gym.Space[Any]:
         return spaces.MultiDiscrete(np.asarray(space.nvec))
     if kind == "Box":
         dtype = np.dtype(space.dtype if seen is None else seen.dtype)
+        if dtype.kind not in "iubf":  # such as bfloat16
+            what = "a space's Box" if seen is None else "an observation"
+            raise EnvError(f"{what} is {dtype}, expected a dtype that numpy has")
         bounds: list[Any] = [np.asarray(bound) for bound in (space.low, space.high)]
         if dtype.kind in "iub":  # as numbers of Python, since greatest ones of floats are others
             bounds = [np.clip(bound.astype(object), *whole_limits(dtype)) for bound in bounds]

@@ -17,6 +17,8 @@ from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import Tree, map_tree
 
+_GYMNAX = {"step": "key, state, action, params", "observation_space": "params", "action_space": "params"}
+
 Functions = tuple[Callable[..., Any], Callable[..., Any], gym.Space[Any] | None, gym.Space[Any]]
 """Of one slot, and its spaces of observations, if they are known, and actions:
 
@@ -31,8 +33,10 @@ class JaxEnvs(TorchEnvs):
 
         env         an environment that is free of side effects:
 
-                    * gymnax's, with `reset(key, params)` and `step(key, state, action, params)`. Before version 1.0
-                      every end is a termination
+                    * gymnax's, with `reset(key, params)`, `step(key, state, action, params)`,
+                      `observation_space(params)`, `action_space(params)` and `default_params`. Before version 1.0 every
+                      end is a termination. One of your own has `step_env`, which does not reset itself, and takes and
+                      gives what `step` does; both may be the same
                     * Brax's, and MuJoCo Playground's, with `reset(key)` and `step(state, action)`, which does not reset
                       itself: `auto_reset=False`. `info["truncation"]` are truncations
                     * PGX's for one player, with `init(key)` and `step(state, action, key)`
@@ -122,9 +126,13 @@ def _functions_of(env: Any, params: Any) -> Functions:
     """The functions of an environment. Raises EnvError for one of another kind."""
     has = [name for name in ("reset", "init", "step") if callable(getattr(env, name, None))]
     is_made, name = not isinstance(env, type), type(env).__name__
-    if is_made and has[:1] == ["reset"] and callable(getattr(env, "action_space", None)):
+    lacks = [f"{each}({_GYMNAX[each]})" for each in _GYMNAX if not callable(getattr(env, each, None))]
+    if params is None and not hasattr(env, "default_params"):
+        lacks.append("default_params")
+    if is_made and has[:1] == ["reset"] and not lacks:
         return _gymnax(env, env.default_params if params is None else params)
-    if params is not None:
+    is_like_gymnax = any(callable(getattr(env, each, None)) for each in ("step_env", "action_space"))
+    if params is not None and not is_like_gymnax:
         raise EnvError(f"params is {shown(params)}, expected None for a {name}, which is no gymnax environment")
     if is_made and has[:1] == ["reset"] and hasattr(env, "action_size"):
         return _brax(env)
@@ -132,6 +140,10 @@ def _functions_of(env: Any, params: Any) -> Functions:
         return _pgx(env)
     given = "the class " + env.__name__ if isinstance(env, type) else shown(env)
     hint = "; gymnax.make gives two values: JaxEnvs(*gymnax.make(…), num_envs=…)" if isinstance(env, tuple) else ""
+    if is_made and has[:1] == ["reset"]:
+        hint = f"; in gymnax's form it lacks {', '.join(lacks)}"
+        if "step" not in has and callable(getattr(env, "step_env", None)):
+            hint += ": step may be step_env"
     raise EnvError(f"env is {given}, expected an environment of gymnax, Brax, or PGX{hint}")
 
 
@@ -153,7 +165,8 @@ def _gymnax(env: Any, params: Any) -> Functions:
         if not hasattr(type(env), "step_env"):  # that which a wrapper hands on is not its own
             raise EnvError(
                 f"{type(env).__name__} gives no info['final_observation'], and has no step_env, so that last "
-                "observations of episodes are lost; expected an environment of gymnax 1.0, or one without wrapper"
+                "observations of episodes are lost; expected an environment of gymnax 1.0, or one without wrapper; one "
+                "of your own has step_env(key, state, action, params), which does not reset itself"
             )
         return _beginning_anew(begin, step_of_old)(key, state, actions)
 

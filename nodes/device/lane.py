@@ -31,7 +31,7 @@ class DeviceEpisodes(LaneEpisodes):
     def __getitem__(self, index: Any) -> Any:
         raise ConnectorError(
             f"an episode of lane {self.lane.index} is asked for by itself, which has no form for tensors on "
-            f"{self.lane.device}; expected a piece that works with columns, or TorchEnvs(env, allow_host_copies=True)"
+            f"{self.lane.device}; expected a piece that works with columns, or environments with allow_host_copies=True"
         )
 
     def observations(self) -> Tree:

@@ -55,7 +55,8 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
     `infos["final_obs"]` or `infos["final_observation"]`, they are recorded; else the observation before stands for the
     last one, so that an estimate of a truncated episode's value is that of the observation before, as in rsl_rl.
 
-    Tensors may be written over by the next step. `close` closes `env`.
+    Flags may be numbers: each but 0 is True, which is not looked at. Tensors may be written over by the next step.
+    `close` closes `env`.
 
     Environments step and reset under `torch.no_grad()`.
 
@@ -115,6 +116,9 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
         if observation_space is None or not hasattr(env, "num_envs") or not hasattr(env, "device"):
             first = self._begin(None)
             leaves = leaves_of(first)
+            if not leaves or not all(leaf.ndim for leaf in leaves):
+                begun = "get_observations" if self._is_rsl_rl else "reset"
+                raise EnvError(f"{begun} gave {shown(first)}, expected tensors [N, ...], with a row for each slot")
         self.single_observation_space = _space_of(first) if observation_space is None else observation_space
         self.num_envs = int(env.num_envs if leaves is None or hasattr(env, "num_envs") else len(leaves[0]))
         device = env.device if leaves is None or hasattr(env, "device") else leaves[0].device

@@ -65,12 +65,12 @@ class AsyncPool:
             raise EnvError(
                 f"{where}{type(env).__name__} wraps an asynchronous pool, whose send and recv would pass it by; "
                 "expected the pool itself, and connector pieces in place of a wrapper"
-            ).see("environment")
+            ).see("autoreset")
         if self.num_envs % self._size:
             raise EnvError(
                 f"{where}num_envs is {self.num_envs} and batch_size is {self._size}: answers come in batches of that "
                 "size alone, and all are awaited where a fragment ends; expected num_envs to be a multiple of it"
-            ).see("environment")
+            ).see("autoreset")
         if (mode := autoreset_mode(env)) is not AutoresetMode.NEXT_STEP:
             raise EnvError(f"{where}autoreset_mode is {mode}, expected NEXT_STEP of environments with send and recv")
         self._check = ObservationCheck(env.single_observation_space, deviations, where)
@@ -128,7 +128,7 @@ class AsyncPool:
         infos = answer[-1]
         if not isinstance(infos, Mapping) or "env_id" not in infos:
             given = f"a dict with {shown(list(infos))}" if isinstance(infos, Mapping) else kind_of(infos)
-            raise EnvError(f"{self._where}recv gave as info {given}, expected a dict with 'env_id'").see("environment")
+            raise EnvError(f"{self._where}recv gave as info {given}, expected a dict with 'env_id'").see("autoreset")
         for value, (name, dtype, kinds) in zip((*answer[1:4], infos["env_id"]), _ARRAYS, strict=True):
             if not isinstance(value, np.ndarray) or value.shape != self._shape or value.dtype.kind not in kinds:
                 expected = f"an array {dtype}[{self._size}], since batch_size is {self._size}"
@@ -139,7 +139,7 @@ class AsyncPool:
         return EnvError(
             f"{self._where}recv gave as info['env_id'] {shown(slots.tolist())}, expected {self._size} different ones, "
             f"of the environments that have not answered since their last action: {shown(sorted(self._awaited))}"
-        ).see("environment")
+        ).see("autoreset")
 
 
 def joined_resets(answers: Sequence[SlotAnswers], num_envs: int) -> tuple[Tree, SlotInfos]:

@@ -91,7 +91,7 @@ class LaneMaker:
                 raise EnvError(
                     f"{where}{type(made).__name__} answers for some of its environments at a time (batch_size), which "
                     "works with where='inline' alone; expected that, or a pool without batch_size"
-                ).see("environment")
+                ).see("autoreset")
             return AsyncPool(made, deviations=deviations, where=where)
 
     def _make_new(self) -> VectorEnv[Any, Any, Any]:
@@ -141,7 +141,7 @@ def _refuse_hidden_tensors(env: Any) -> None:
     if not getattr(getattr(env, "unwrapped", None), "allow_host_copies", True):
         raise EnvError(
             f"{shown(env)} would have each step copied to the host: a callable made it, or a wrapper is around it; "
-            "expected the TorchEnvs itself, or one with allow_host_copies=True"
+            f"expected the {type(env.unwrapped).__name__} itself, or one with allow_host_copies=True"
         ).see("device")
 
 

@@ -120,7 +120,7 @@ def place(
             device=None,
             forward=replace(options.forward, compile=False),
         )
-    if options.where == "auto" and not isinstance(env, RemoteHosts) and not _has_tensors(env):
+    if options.where == "auto" and not isinstance(env, RemoteHosts) and not _tensors_in(env):
         options, reason = _chosen_place(env, options, kind, rollout)
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
@@ -146,8 +146,8 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
             _check_remote(asked)
         made = NODES["RemoteEnvs" if isinstance(env, RemoteEnvs) else "RemoteRollouts"]
         return made(env, kind=kind.env, lanes=lanes, **asked.timeouts.keywords(), **options)
-    if are_tensors := _has_tensors(env):
-        _check_tensors(asked, kind)
+    if are_tensors := _tensors_in(env):
+        _check_tensors(are_tensors, asked, kind)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
@@ -183,17 +183,18 @@ def _are_apart(env: Any, asked: RolloutOptions, kind: RolloutKind) -> bool:
     return most is not None and count_of(env, asked.num_envs) <= most
 
 
-def _has_tensors(env: Any) -> bool:
-    """True for a `TorchEnvs`, or a list that has one."""
-    return any(isinstance(each, TorchEnvs) for each in (env if isinstance(env, list | tuple) else (env,)))
+def _tensors_in(env: Any) -> str:
+    """The name of the class of a `TorchEnvs`, or of the first one in a list; "": there is none."""
+    given = env if isinstance(env, list | tuple) else (env,)
+    return next((type(each).__name__ for each in given if isinstance(each, TorchEnvs)), "")
 
 
-def _check_tensors(options: RolloutOptions, kind: RolloutKind) -> None:
+def _check_tensors(name: str, options: RolloutOptions, kind: RolloutKind) -> None:
     """Raise EnvError for what a `TorchEnvs` can't be given."""
     if options.where != "inline":
-        raise EnvError(f"where is {options.where!r}, but a TorchEnvs steps in the loop's thread; leave it out")
+        raise EnvError(f"where is {options.where!r}, but a {name} steps in the loop's thread; leave it out")
     if kind.env.has_several:
-        raise EnvError("a TorchEnvs has one agent in each environment, expected it in a Rollout")
+        raise EnvError(f"a {name} has one agent in each environment, expected it in a Rollout")
 
 
 def _check_remote(options: RolloutOptions) -> None:

@@ -407,7 +407,7 @@ class AddInfosFromEpisodesToTrainBatch(LearnerPiece):
             if on is not None:
                 raise ConnectorError(
                     f"no infos are recorded of environments of tensors on {on}; expected a learner pipeline without "
-                    f"{self.name}: TorchEnvs.last_extras has what the newest step gave"
+                    f"{self.name}: last_extras of the environments has what the newest step gave"
                 ).see("device")
             batch[Columns.INFOS] = [info for fragment in episodes.fragments for info in _infos_of(fragment)]
             return batch

@@ -151,7 +151,7 @@ def test_a_batch_may_be_written_to(num_envs: int, fragment_length: int) -> None:
 def test_infos_are_not_recorded_and_their_piece_is_refused() -> None:
     env = plain(NumberedTensors(3))
     options: Any = {"learner_connector": lambda *_: AddInfosFromEpisodesToTrainBatch(), "fragment_length": 5}
-    text = "no infos are recorded of .* on cpu; .* without AddInfosFromEpisodesToTrainBatch: TorchEnvs.last_extras"
+    text = "no infos are recorded of .* on cpu; .* without AddInfosFromEpisodesToTrainBatch: last_extras of"
     with pytest.raises(ConnectorError, match=text), Rollout(env, **options) as rollout:
         next(rollout.batches())
 

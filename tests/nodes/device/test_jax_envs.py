@@ -81,6 +81,8 @@ def test_params_are_those_that_are_given() -> None:
 def test_bounds_beyond_a_dtype_are_those_of_the_dtype(dtype: str, least: int, most: int, bound: Any) -> None:
     space: Any = gymnasium_space(Box(-bound, bound, (2,)), np.zeros(2, dtype))
     assert (space.dtype, space.low.tolist(), space.high.tolist()) == (dtype, [least] * 2, [most] * 2)
+    with pytest.raises(EnvError, match="an observation is bfloat16, expected a dtype that numpy has"):
+        gymnasium_space(Box(-bound, bound, (2,)), jax.numpy.zeros(2, "bfloat16"))
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -117,6 +119,8 @@ def test_a_rollout_names_jax_envs_for_environments_in_jax(form: str) -> None:
         (lambda: Gymnax, "env is the class Gymnax, expected an environment of gymnax, Brax, or PGX"),
         (lambda: (Gymnax(), 6), r"gymnax.make gives two values: JaxEnvs\(\*gymnax.make"),
         (lambda: "CartPole-v1", "env is 'CartPole-v1', expected an environment of"),
+        (lambda: type("Own", (Gymnax,), {"step": None})(), r"lacks step\(key, .*params\): step may be step_env$"),
+        (lambda: type("Own", (Gymnax,), {"action_space": None})(), r"in gymnax's form it lacks action_space\("),
         (lambda: Wrapped(Gymnax()), "Wrapped gives no info.*expected an environment of gymnax 1.0, or one without"),
     ],
 )

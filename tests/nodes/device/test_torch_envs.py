@@ -352,7 +352,7 @@ class FiveValues(RslRlEnv):
         ),
         (lambda: TorchEnvs(NumberedTensors), "env is the class NumberedTensors, expected an instance"),  # type: ignore[arg-type]
         (lambda: TorchEnvs(gym.make("CartPole-v1")), "a gymnasium.Env of one slot, expected .* takes a callable"),
-        (lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS), "expected a tensor; .* of arrays goes to"),
+        (lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS), "array float64.* tensor; .* arrays goes to"),
         (lambda: TorchEnvs(Plain(ROW), group=["policy"]), r"group is \['policy'\], expected the name of one"),  # type: ignore[arg-type]
         (
             lambda: TorchEnvs(VmasEnv(NumberedTensors(2), spaces=(OBSERVATIONS, ACTIONS))),
@@ -361,13 +361,13 @@ class FiveValues(RslRlEnv):
         (lambda: TorchEnvs(Limited(NumberedTensors(2))), r"with max_steps=9, .*make_env\(…, terminated_truncated"),
         (lambda: TorchEnvs("CartPole-v1"), r"env is 'CartPole-v1', expected an environment of tensors"),
         (lambda: TorchEnvs(NextStep(NumberedTensors(2))), r"is AutoresetMode.NEXT_STEP, expected AutoresetMode.SAME"),
+        (lambda: TorchEnvs(Plain(ROW[0, 0]), action_space=ACTIONS), r"^reset gave a Tensor float32\[\], expected"),
         (lambda: TorchEnvs(Plain(ROW)), r"action_space is None, expected the gymnasium.Space"),
         (
             lambda: TorchEnvs(Plain(ROW), action_space=spaces.Dict({"to": spaces.Box(0, 3, (2,), np.int64)})),
             r"action_space\['to'\] is a Box of int64, expected Discrete or MultiDiscrete, or one of floats",
         ),
         (lambda: TorchEnvs(Plain(ROW.bfloat16()), action_space=ACTIONS), "is torch.bfloat16, expected a dtype that"),
-        (lambda: TorchEnvs(Plain(np.zeros((2, 3))), action_space=ACTIONS), r"is an array float64.* expected a tensor"),
         (
             lambda: TorchEnvs(RslRlEnv(NumberedTensors(2)), group="actor"),
             r"group is 'actor', but its groups are \['policy', 'critic'\]",
