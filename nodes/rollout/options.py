@@ -45,7 +45,8 @@ class Forward:
 
     max_batch    slots, or agents, in one pass over several ready lanes, at most; None: each lane has its own pass. With
                  where="threads" or "processes" and `lanes` left out, environments of one agent each, no more than
-                 that, are one lane, whose slots step each on its own: a pass has those that are ready
+                 that, are one lane, whose slots step each on its own: a pass has those that are ready. With `lanes`, or
+                 `in_thread`, lanes stay
     max_wait     seconds for which such a pass waits for more lanes or slots, once one is ready
     in_thread    do passes in a worker thread, while other lanes' environments step
     flat         do passes as flat lists of torch operations, without the cost of `nn.Module`'s calls. True: for modules
