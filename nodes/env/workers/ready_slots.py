@@ -141,7 +141,8 @@ class ReadySlots(LanesElsewhere):
             try:
                 lane.record_step(*answers)
             except Exception as error:
-                error.add_note(f"{lane.named(answers.slots.tolist())}, lane {lane.index}, vector step {step}")
+                if not self.waits_in_call:  # else another slot has raised, or is late
+                    error.add_note(f"{lane.named(answers.slots.tolist())}, lane {lane.index}, vector step {step}")
                 raise
         else:
             self._resets += came

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import Forward, Rollout
+from rollflow import Forward, Rollout, Timeouts
 from rollflow.stream import ColumnError, EnvError
 
 APART: Any = {"where": "threads", "forward": Forward(max_batch=64), "module": NumberedModule()}
@@ -89,6 +89,30 @@ def test_an_observation_of_another_shape_is_named_with_its_slot(where: str) -> N
     ):
         next(rollout.fragments())
     assert "slot 1" in f"{raised.value} {raised.value.__notes__}"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_error_of_a_slot_that_is_waited_for_names_no_other_slot(raises: bool) -> None:
+    is_over = threading.Event()
+
+    class Last(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            while self.slot == 2 and self.life == 3 and not is_over.wait(0.001):
+                if raises and rollout.environments.waits_in_call:
+                    raise EnvError("no more")
+            return super().step(action)
+
+    options = APART | {"timeouts": Timeouts(step=1.0), "fragment_length": 8}
+    rollout = Rollout([lambda slot=slot: Last(slot) for slot in range(4)], **options)
+    with (
+        pytest.raises(EnvError, match="no more" if raises else "lane 0, slot 2: no answer to a step") as raised,
+        rollout,
+    ):
+        try:
+            next(rollout.fragments())
+        finally:
+            is_over.set()
+    assert [note for note in raised.value.__notes__ if "slot" in note] == (["slot 2, step 3"] if raises else [])
 
 
 def test_an_id_is_stepped_without_its_vectorized_form() -> None:
