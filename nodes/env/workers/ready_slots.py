@@ -73,6 +73,8 @@ class ReadySlots(LanesElsewhere):
     def hand_over(self, lane: Any) -> Any:
         """Have the turn's slots stepped: the lane with those that are ready next, unless it comes by `completed`."""
         self.in_flight = 1
+        if self.trace is not None:
+            self.trace.begins(lane.index)
         self._send(*lane.actions)
         came = self._come(_WAIT_S) if self.may_wait else None
         if not came:

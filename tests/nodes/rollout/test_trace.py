@@ -104,9 +104,10 @@ class Sink:
             await anyio.sleep(0.01)
 
 
-def test_a_loop_in_an_event_loop_is_traced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["inline", "threads apart"])
+def test_a_loop_in_an_event_loop_is_traced(tmp_path: Path, place: str) -> None:
     async def run() -> None:
-        options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3}
+        options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, **PLACES[place]}
         async with Rollout(ENVS, watch=Watch(trace=str(tmp_path / "run.trace.gz")), **options) as rollout:
             assert len([batch async for batch in rollout.batches()]) == 3
 
