@@ -232,10 +232,13 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         except BlockingIOError:
             return []
         slots = told if min(told) >= 0 else [max(slot, ~slot) for slot in told]
+        now, add = clock(), self.call_times.add
         for slot in slots:
             link = self._link_of[slot]
             link.asks, link.answers = link.asks - 1, link.answers + 1
-            self.asked_at[slot] = 0
+            if began := self.asked_at[slot]:
+                add(now - began)
+                self.asked_at[slot] = 0
             if slot in self._to_end:
                 self._begun[slot] = self._to_end.pop(slot)
         if slots is not told:

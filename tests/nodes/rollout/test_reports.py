@@ -29,11 +29,11 @@ class Slow(ConnectorV2):
         return batch
 
 
-@pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
+@pytest.mark.parametrize("place", ["inline", "threads", "processes", "processes apart", "rollouts"])
 @pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
 def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(kind: Any, place: str) -> None:
     options: dict[str, Any] = {"module": NumberedModule() if kind is Rollout else SerialModule(), "lanes": 2}
-    options |= {"fragment_length": 8, "num_fragments": 3, "seed": 0}
+    options |= {"fragment_length": 8, "num_fragments": 3, "seed": 0, **({"lanes": None} if "apart" in place else {})}
     pieces: dict[str, Any] = {
         name: lambda *spaces: Slow() for name in ("env_to_module_connector", "module_to_env_connector")
     }
