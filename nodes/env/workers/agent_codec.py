@@ -81,7 +81,7 @@ class StepBlock:
         return _layout(parts, num_envs).size
 
     def write_actions(self, actions: Actions) -> None:
-        """Put in what the agents are to do. Raises ColumnError where that is not of their action spaces' types."""
+        """Put in what the agents are to do. Raises ColumnError if that is not of their action spaces' types."""
         for part, (slots, tree) in zip(self._actions, actions, strict=True):
             part.write(slots, tree)
 

@@ -108,7 +108,7 @@ class FrameReader:
 
 
 def receive_header(sock: socket.socket) -> tuple[bytes, list[Any]]:
-    """The bytes of the next frame that came to a worker, and what came beside. Raises EOFError where nobody sends."""
+    """The bytes of the next frame that came to a worker, and what came beside. Raises EOFError if nobody sends."""
     header, ancillary, _, _ = sock.recvmsg(_HEADER.size, _FD_SPACE)
     if not header:
         raise EOFError

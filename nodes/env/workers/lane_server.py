@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class LaneClosed(BaseException):
-    """Raised where the other process wants no more of a lane, or has gone."""
+    """Raised if the other process wants no more of a lane, or has gone."""
 
 
 class LaneServer:
     """Serves one lane's socket until it is closed: makes its environments, of one agent or several, and steps them.
 
     sock     also what the lane is registered by in a selector
-    phase    says, where others can see it, what the lane is at
+    phase    says, if others can see it, what the lane is at
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -169,14 +169,14 @@ class LaneServer:
             self._send(answer)
 
     def _receive(self) -> Frame:
-        """The next frame. Raises LaneClosed where there are no more."""
+        """The next frame. Raises LaneClosed if there are no more."""
         try:
             return receive_frame(self.sock)
         except (EOFError, OSError) as error:
             raise LaneClosed from error
 
     def _send(self, data: bytes) -> None:
-        """Send a frame. Raises LaneClosed where the other process has gone."""
+        """Send a frame. Raises LaneClosed if the other process has gone."""
         try:
             self.sock.sendall(data)
         except OSError as error:

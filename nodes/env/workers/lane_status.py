@@ -72,7 +72,7 @@ class LaneStatus:
     whole_steps    vector steps since the last loss
     reason         cause of the last loss
     noted_at       time at which that was noted
-    due            time when it begins anew, where it is LOST
+    due            time when it begins anew, if it is LOST
     raised         last error of its environments; None: they have never raised
     has_stepped    True once its environments have made a step, as far as answers say
     """
@@ -107,7 +107,7 @@ class LaneStatus:
 
     @property
     def has_no_step(self) -> bool:
-        """True where it makes no step that is to be waited for, as the rollout is ending."""
+        """True if it makes no step that is to be waited for, as the rollout is ending."""
         return False
 
     def lose(self, reason: str) -> int:

@@ -164,7 +164,7 @@ class LanesElsewhere(LaneSource):
         self.watch(status)
 
     def watch(self, status: LaneStatus) -> None:
-        """Have a lane's time begin, or begin again, where the lane is waited for and not lost."""
+        """Have a lane's time begin, or begin again, if the lane is waited for and not lost."""
         if status.is_waited and status.phase is not LanePhase.LOST:
             self.deadlines.begin(status.index)
 
@@ -208,7 +208,7 @@ class LanesElsewhere(LaneSource):
 
     @property
     def patience(self) -> float | None:
-        """Seconds until a lane is to be looked at or begins anew; None where there is none."""
+        """Seconds until a lane is to be looked at or begins anew; None if there is none."""
         left = self.deadlines.left
         if self._lost and not self.is_draining:
             begins = max(0.0, min(status.due for status in self._lost.values()) - backoff.times.clock())
@@ -227,7 +227,7 @@ class LanesElsewhere(LaneSource):
     # Errors that end the run
 
     def check_first_errors(self) -> None:
-        """Raise EnvError where the environments of every lane have raised before they made a step: no accident.
+        """Raise EnvError if the environments of every lane have raised before they made a step: no accident.
 
         Lanes that were set aside without a loss of their own, as those of hosts that left, don't count.
         """
@@ -241,7 +241,7 @@ class LanesElsewhere(LaneSource):
         raise error
 
     def check_any_left(self) -> None:
-        """Raise EnvError where every lane has been set aside."""
+        """Raise EnvError if every lane has been set aside."""
         if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.remotes):
             return
         reasons = "; ".join(f"{each.name}: {each.reason}" for each in self.remotes)
@@ -303,7 +303,7 @@ class LanesElsewhere(LaneSource):
         """Have a lane that is waited for begin, or begin anew, as soon as it can."""
 
     def _set_out(self, remote: Any) -> Iterator[Any]:
-        """Have a lost lane begin anew: the lane, where it comes back at once."""
+        """Have a lost lane begin anew: the lane, if it comes back at once."""
         raise NotImplementedError
 
     @abc.abstractmethod

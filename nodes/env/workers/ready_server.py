@@ -1,7 +1,7 @@
 """A worker process that steps environments each on its own: what runs in it.
 
 Slots that have answered are told by their numbers, i64, through a pipe that all workers of a lane write to: `~slot`
-where an answer has also infos, or the last observation of an episode, whose frame comes over the worker's socket before
+if an answer has also infos, or the last observation of an episode, whose frame comes over the worker's socket before
 that. Everything else is as in `lane_server`.
 """
 

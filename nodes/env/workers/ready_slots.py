@@ -168,7 +168,7 @@ class ReadySlots(LanesElsewhere):
 
     @abc.abstractmethod
     def _heard_within(self, wait_s: float) -> list[Any]:
-        """What has been answered; where that is nothing, so many seconds are waited for it.
+        """What has been answered; if that is nothing, so many seconds are waited for it.
 
         Raises what an environment raised.
         """
@@ -207,7 +207,7 @@ class ReadyThreads(ReadySlots):
 
     step_timeout, reset_timeout    seconds after which the run ends with an EnvError that names the slot; None: never
 
-    may_share_core                 whether they may share a core with the graph's thread, where that does nothing else
+    may_share_core                 whether they may share a core with the graph's thread, if that does nothing else
 
     The threads do nothing but step: each waits for the interpreter while another one is at work. While they need less
     than a fifth of a core in all, as environments that wait, they share one with the graph's thread: the interpreter
@@ -312,7 +312,7 @@ class ReadyThreads(ReadySlots):
                 self._run_on(native_id)
 
     def _run_on(self, native_id: int, *, is_free: bool = False) -> None:
-        """Have a thread, 0: this one, run where it may: on the shared core, where there is one and it is not free."""
+        """Have a thread, 0: this one, run if it may: on the shared core, if there is one and it is not free."""
         with contextlib.suppress(OSError):  # where a sandbox forbids it, or cores have been taken away meanwhile
             os.sched_setaffinity(native_id, self._core if self._shares_core and not is_free else self._cores)
 

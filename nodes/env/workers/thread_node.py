@@ -149,7 +149,7 @@ class ThreadEnvironments(LanesElsewhere):
 
 
 def hang(noun: str, threads: Sequence[JobThread]) -> bool:
-    """End the threads of lanes or slots: True where one hangs, and is left behind, which is logged."""
+    """End the threads of lanes or slots: True if one hangs, and is left behind, which is logged."""
     for thread in threads:
         thread.end()
     hung: list[int] = []

@@ -38,7 +38,7 @@ class ActivityFlag:
         self.memory[0] += 1
 
     def set_blended(self, is_blended: bool) -> None:
-        """Say whether these environments reset where nobody can tell it from their step."""
+        """Say whether these environments reset if nobody can tell it from their step."""
         self.memory[1] = is_blended
 
     def set_thread(self, native_id: int) -> None:
@@ -101,7 +101,7 @@ class ProgressWatch:
     at               gives a lane's progress: a count, and its activity
     suffix           what a step's time includes, added to the text of a late step
 
-    Every reset has its own time, also one within a step, and after it the step's time begins anew. Where resets can't
+    Every reset has its own time, also one within a step, and after it the step's time begins anew. If resets can't
     be told from the step that they are in, it has both times together.
 
     Lanes are looked at eight times within the shorter of the two times, and their activity then counts from its first
@@ -142,7 +142,7 @@ class ProgressWatch:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the lanes are to be looked at; None where there are none."""
+        """Seconds until the lanes are to be looked at; None if there are none."""
         return max(0.0, self._next_look - backoff.times.clock()) if self._until else None
 
     @property
@@ -151,7 +151,7 @@ class ProgressWatch:
         return backoff.times.clock() >= self._next_look
 
     def overdue(self) -> dict[int, str]:
-        """The lanes whose time is over, with what they were late with; they are looked at, where that is due."""
+        """The lanes whose time is over, with what they were late with; they are looked at, if that is due."""
         late: dict[int, str] = {}
         now = backoff.times.clock()
         if now < self._next_look or self._pause is None:

@@ -70,7 +70,7 @@ class LaneLink(LaneStatus, abc.ABC):
 
     @abc.abstractmethod
     def take(self, answer: Frame) -> bool:
-        """Take an answer: True where the worker has done what it was asked for."""
+        """Take an answer: True if the worker has done what it was asked for."""
 
     def go_on(self) -> None:
         """Have the environments of a lane that is waited for reset, if they are made."""
@@ -96,7 +96,7 @@ class LaneLink(LaneStatus, abc.ABC):
 
     @property
     def has_no_step(self) -> bool:
-        """True where the lane would have to be made or reset before it could come back with a step."""
+        """True if the lane would have to be made or reset before it could come back with a step."""
         return self.phase is not LanePhase.STEPPING
 
     @property
@@ -118,7 +118,7 @@ class LaneLink(LaneStatus, abc.ABC):
         return call_under_way(self.lane, self.progress, **more)
 
     def late_with(self, text: str) -> str:
-        """The words for what the worker is late with, and more where it is known."""
+        """The words for what the worker is late with, and more if it is known."""
         return text
 
     def fail(self, failure: Mapping[str, Any]) -> int:
@@ -208,7 +208,7 @@ class Worker:
     process: WorkerProcess | None = None
 
     def at_work(self, link: LaneLink) -> LaneLink:
-        """The lane that the process is at, where that is another one, else the lane itself."""
+        """The lane that the process is at, if that is another one, else the lane itself."""
         if len(self.links) == 1 or link.activity.is_at_work:
             return link
         return next((each for each in self.links if each.activity.is_at_work), link)
@@ -225,7 +225,7 @@ class WorkerNode(LanesElsewhere):
 
     A lane is lost when its process ends, hangs, or its environment raises. Its open episodes end as truncated, and the
     lane is made again after a while, longer each time. A lane that is set aside gives the fragment that it has begun,
-    and no more. Only where no lane is left does the run end, with an EnvError that says why each was lost. Where the
+    and no more. Only if no lane is left does the run end, with an EnvError that says why each was lost. Where the
     environments of every lane raise before any has made a step, it ends at once: the next try would fail as well.
     """
 
@@ -246,7 +246,7 @@ class WorkerNode(LanesElsewhere):
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """Have processes make the environments of every lane: stand-ins for them.
 
-        Raises EnvError where they can't be made, or not in time, and for those that have been made already.
+        Raises EnvError if they can't be made, or not in time, and for those that have been made already.
         """
         makers = self.kind.makers(env, num_envs, lanes, self._autoreset_mode)
         if not all(maker.can_travel for maker in makers):
@@ -394,7 +394,7 @@ class WorkerNode(LanesElsewhere):
             self.begin(link, LanePhase.STEPPING)
 
     def _has_ended(self, worker: Worker, process: WorkerProcess) -> Iterator[Any]:
-        """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
+        """Take what a process said before it ended. If it has forked others, its sockets may never be closed."""
         for link in worker.links:
             while worker.process is process and (frames := link.receive()):
                 yield from self._all_answered(link, frames)

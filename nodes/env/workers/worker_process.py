@@ -88,7 +88,7 @@ def become_worker(name: str, life: int) -> None:
 def end_with_parent(fd: int) -> None:
     """End this process's group when the other end of a pipe is closed, whatever it is doing then.
 
-    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
+    The kernel sends the signal, so that it comes through even if the interpreter never gets its turn, and to what
     environments have forked as well. On Linux it is SIGKILL, which ends a process that is stopped too.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
@@ -124,7 +124,7 @@ class WorkerProcess:
     preload    module that takes long to import: the process is forked off a server that has imported it, if the system
                has fork servers. None: the process imports for itself
 
-    Raises RunError in a worker process, and OSError where it can't be started.
+    Raises RunError in a worker process, and OSError if it can't be started.
     """
 
     def __init__(self, module: str, sockets: int, *, preload: str | None = None) -> None:
@@ -160,7 +160,7 @@ class WorkerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """A descriptor that can be read once it has ended; -1 where there is none, or not any more."""
+        """A descriptor that can be read once it has ended; -1 if there is none, or not any more."""
         return self._pidfd
 
     def has_ended(self, timeout: float) -> bool:
@@ -218,7 +218,7 @@ class WorkerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """True while a signal such as SIGSTOP, or a debugger, has stopped it; False where that can't be seen."""
+        """True while a signal such as SIGSTOP, or a debugger, has stopped it; False if that can't be seen."""
         return is_stopped(self.pid)
 
     def disown(self) -> None:
@@ -414,7 +414,7 @@ def _is_open(fd: int) -> bool:
 
 
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], place: str = "a worker process") -> bytes:
-    """A value, pickled for another process. Raises EnvError where it can't be, with the first of its parts that can't.
+    """A value, pickled for another process. Raises EnvError if it can't be, with the first of its parts that can't.
 
     parts    names and values
     place    that it goes to
