@@ -115,7 +115,7 @@ class LaneStatus:
         return int(self.lane.lose(reason)) if self.phase is LanePhase.STEPPING else 0
 
     def lose_idle(self) -> int:
-        """The same where it was lost while it was somewhere else in the ring."""
+        """The same if it was lost while it was somewhere else in the ring."""
         return int(self.lane.lose(self.reason, is_under_way=False))
 
     def note(self, reason: str) -> None:
