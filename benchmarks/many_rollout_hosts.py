@@ -134,7 +134,7 @@ def fragment_host(active: int, lanes: int = 1) -> Callable[[int], SimulatedPeer]
     """Maker of hosts of whole rollouts with so many lanes each; so many of the hosts answer."""
     with Rollout(_ENV, module=Noop(_SLOTS), fragment_length=_ROWS, num_fragments=2, seed=0) as rollout:
         fragment = list(rollout.fragments())[1]
-    more = {"start": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
+    more = {"start": 0, "seed": 0, "lost_steps": 0, "nodes": []}
     spaces = [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
     made = message_of(1, fragment, spaces, more)
     return lambda number: FragmentHost(number, made.columns, dict(made.rest), number < active, lanes)
