@@ -1,7 +1,7 @@
 """Pools of environments that answer for whichever are ready, in EnvPool's asynchronous form."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -12,7 +12,7 @@ from rollflow.nodes.env.stepping import autoreset_mode
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.tree import Tree
-from rollflow.stream.fragments.ready_lane import joined_answers
+from rollflow.stream.fragments.ready_lane import SlotAnswers, joined_answers
 
 _BOOKKEEPING = {"env_id", "players", "elapsed_step"}  # of infos: no environment's own
 # Arrays [K] of an answer: name, dtype, and the kinds of dtypes that are taken for it.
@@ -22,20 +22,6 @@ _ARRAYS = (
     ("truncated", "bool", "b"),
     ("info['env_id']", "int", "iu"),
 )
-
-
-class SlotAnswers(NamedTuple):
-    """Answers for K slots, as `ReadyLane.record_step` takes them."""
-
-    observations: Tree  # any[K, ...]
-    rewards: NDArray[Any]  # number[K]
-    terminateds: NDArray[np.bool_]  # bool[K]
-    truncateds: NDArray[np.bool_]  # bool[K]
-    infos: Mapping[str, Any]  # gymnasium's vector form, over the K slots
-    slots: NDArray[np.int64]  # i64[K]
-    # Last observations any[E, ...] of those that ended, and infos over the K slots, where `observations` has the next
-    # episodes' first.
-    final: tuple[Tree, Mapping[str, Any]] | None = None
 
 
 class AsyncPool:
@@ -80,7 +66,11 @@ class AsyncPool:
         self._pool.async_reset()
         self._awaited, self._answers = set(range(self.num_envs)), -self.num_envs
         answers = [self.receive() for _ in range(self.num_envs // self._size)]
-        observations, infos = joined_resets(answers, self.num_envs)
+        _, observations = joined_answers([(each.slots, each.observations) for each in answers], self.num_envs)
+        infos = SlotInfos(count=self.num_envs)
+        for each in answers:
+            for place, slot in enumerate(each.slots.tolist() if each.infos else ()):
+                infos.of_slots[slot] = copied(info_of(each.infos, place))
         self._check.slots(observations)
         return observations, infos
 
@@ -140,16 +130,6 @@ class AsyncPool:
             f"{self._where}recv gave as info['env_id'] {shown(slots.tolist())}, expected {self._size} different ones, "
             f"of the environments that have not answered since their last action: {shown(sorted(self._awaited))}"
         ).see("autoreset")
-
-
-def joined_resets(answers: Sequence[SlotAnswers], num_envs: int) -> tuple[Tree, SlotInfos]:
-    """The first observations any[N, ...] of all environments, and infos, of the answers to their resets."""
-    _, observations = joined_answers([(each.slots, each.observations) for each in answers], num_envs)
-    infos = SlotInfos(count=num_envs)
-    for each in answers:
-        for place, slot in enumerate(each.slots.tolist() if each.infos else ()):
-            infos.of_slots[slot] = copied(info_of(each.infos, place))
-    return observations, infos
 
 
 def is_asynchronous(env: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from rollflow.nodes.env.async_pool import AsyncPool, SlotAnswers
+from rollflow.nodes.env.async_pool import AsyncPool
 from rollflow.nodes.env.env_source import (
     Autoreset,
     check_same_space,
@@ -26,7 +26,7 @@ from rollflow.stream.data.errors import EnvError, located, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.fragments.ready_lane import ReadyLane
+from rollflow.stream.fragments.ready_lane import ReadyLane, SlotAnswers
 from rollflow.stream.multi_agent.agent_part import AgentPart, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
@@ -192,8 +192,7 @@ class Environments(LaneSource):
         """Close all environments that this node made itself; steps under way are counted as made."""
         for lane in self.lanes:
             if isinstance(lane, ReadyLane):
-                lane.num_steps += lane.in_flight
-                lane.has_stopped = True
+                lane.stop(is_sent=False)
         super().close()
 
     def _lane(self, index: int, envs: Any, first_slot: int) -> Any:

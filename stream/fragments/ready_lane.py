@@ -15,7 +15,7 @@ slot that is under way move to the next fragment, in which its step ends.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -33,6 +33,20 @@ Slots = NDArray[np.int64]
 _NO_FLAT: tuple[Any, ...] = None, None, None
 _Array = np.ndarray
 _FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
+
+
+class SlotAnswers(NamedTuple):
+    """Answers for K slots, none of them twice, as `ReadyLane.record_step` takes them."""
+
+    observations: Tree  # any[K, ...]
+    rewards: NDArray[Any]  # number[K]
+    terminateds: NDArray[np.bool_]  # bool[K]
+    truncateds: NDArray[np.bool_]  # bool[K]
+    infos: Mapping[str, Any]  # gymnasium's vector form, over the K slots
+    slots: Slots  # i64[K]
+    # Last observations any[E, ...] of those that ended, and infos over the K slots, where `observations` has the next
+    # episodes' first.
+    final: tuple[Tree, Mapping[str, Any]] | None = None
 
 
 class ReadyLane(Lane):
@@ -54,7 +68,7 @@ class ReadyLane(Lane):
         index: int,
         layout: FragmentLayout,
         observation_space: gym.Space[Any],
-        receive: Callable[[], tuple[Any, ...] | None],
+        receive: Callable[[], SlotAnswers | None],
         *,
         is_shared: bool = False,
     ) -> None:
@@ -148,7 +162,7 @@ class ReadyLane(Lane):
         With the last answers of a fragment that is not ahead, all that is under way is received: the turn has every
         slot.
         """
-        parts = [self._take_in(observations, rewards, terminateds, truncateds, infos, slots, final)]
+        parts = [self._take_in((observations, rewards, terminateds, truncateds, infos, slots, final))]
         self._turns += 1
         if self._answers >= self._enough or (self._turns >= self._look_at and self._has_filled_rows()):
             self.is_full = True
@@ -174,6 +188,11 @@ class ReadyLane(Lane):
         self.has_stopped = True
         return bool(parts)
 
+    def stop(self, *, is_sent: bool) -> None:
+        """Count the steps that are under way as made, those of the turn if its actions are sent: none is answered."""
+        self.num_steps += self.in_flight + (self.steps_under_way if is_sent else 0)
+        self.has_stopped = True
+
     def lose(self, reason: str, slots: Slots) -> int:  # type: ignore[override]  # of some slots
         """End the open episodes of slots, i64[K], whose environments were lost, as `Lane.lose` does.
 
@@ -190,17 +209,9 @@ class ReadyLane(Lane):
         """Wait for slots, i64[K], that have been lost, no more: there are no answers for them."""
         self._gone[slots] = True
 
-    def _take_in(
-        self,
-        observations: Tree,
-        rewards: NDArray[Any],
-        terminateds: NDArray[np.bool_],
-        truncateds: NDArray[np.bool_],
-        infos: Mapping[str, Any],
-        slots: Slots,
-        final: tuple[Tree, Mapping[str, Any]] | None = None,
-    ) -> tuple[Slots, Tree]:
+    def _take_in(self, answers: tuple[Any, ...]) -> tuple[Slots, Tree]:
         """Write all but the observations of answers, and move their slots on; the slots and their observations."""
+        observations, rewards, terminateds, truncateds, infos, slots, final = answers
         places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
         self._rewards[places] = rewards
         after, has_begun = places + self.layout.num_slots, 1 in were_reset.tobytes()
@@ -244,7 +255,7 @@ class ReadyLane(Lane):
         while (awaited & ~self._gone).any():
             answer = self._receive()
             if answer is not None:
-                received.append(self._take_in(*answer))
+                received.append(self._take_in(answer))
                 awaited[received[-1][0]] = False
         return received
 

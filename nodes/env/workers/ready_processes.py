@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
-from rollflow.nodes.env.async_pool import SlotAnswers
 from rollflow.nodes.env.env_source import check_same_space, count_of, side_by_side, sizes_of
 from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame, lane_block
 from rollflow.nodes.env.workers.lane_status import MAX_FAILURES, LanePhase
@@ -29,6 +28,7 @@ from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.data.tree import Tree
+from rollflow.stream.fragments.ready_lane import SlotAnswers
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait

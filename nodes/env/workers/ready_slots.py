@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from rollflow.nodes.env.async_pool import SlotAnswers
 from rollflow.nodes.env.env_source import side_by_side
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
 from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
@@ -27,7 +26,7 @@ from rollflow.nodes.env.workers.thread_node import hang
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.fragments.ready_lane import ReadyLane
+from rollflow.stream.fragments.ready_lane import ReadyLane, SlotAnswers
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.stacks import stack_of_thread
@@ -97,8 +96,7 @@ class ReadySlots(LanesElsewhere):
     def close(self) -> None:
         """End what steps the slots; steps under way are counted as made."""
         for lane in self.lanes if self._resets is None and not self.is_closed else ():
-            lane.num_steps += lane.in_flight + (lane.steps_under_way if self.in_flight else 0)
-            lane.has_stopped = True
+            lane.stop(is_sent=bool(self.in_flight))
         super().close()
 
     # Inside
