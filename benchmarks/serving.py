@@ -2,8 +2,8 @@
 
 `act` may take 1.5 times as long as the bare forward pass with sampling, and 20 µs more; RLlib's pipelines and module
 act beside it and beside that pass, where RLlib is installed. `act_batch` is held against a rollout over environments
-that do nothing, and loading against 100 ms, beyond importing torch. A program and an ONNX program are held against the
-class. 64 clients ask in a closed loop over HTTP, beside the bare framework with the same forward pass; so is the 99th
+that do nothing, and loading against 100 ms, beyond importing torch. An ONNX program is held against the class.
+64 clients ask in a closed loop over HTTP, beside the bare framework with the same forward pass; so is the 99th
 percentile of what an answer takes, over the median. Steps are calls for one environment's action.
 
     python -m benchmarks.serving [--quick]
@@ -23,8 +23,6 @@ from benchmarks.envs import NoopEnv
 from benchmarks.pairs import Record, Run, Sizes, in_turns, paired, record, steps_per_s, within
 from benchmarks.serving_parts import sampled
 from rollflow import Policy, Rollout
-from rollflow.nodes.policies.artifact import parts_of
-from rollflow.nodes.policies.artifact_files import read_files
 from rollflow.policy import OnnxPolicy
 
 HIDDENS, BATCH, CALLS = (64, 64), 64, 50
@@ -32,7 +30,7 @@ TIMES, MORE_S, LOAD_S = 1.5, 20e-6, 0.1
 
 
 def measure(sizes: Sizes, batch: int = BATCH) -> list[Record]:
-    """A line each for `act`, beside RLlib too, `act_batch`, sessions in varying company, programs, `load`, and clients.
+    """A line each for `act`, beside RLlib too, `act_batch`, sessions in varying company, ONNX, `load`, and clients.
 
     Those over HTTP are left out where the extra `serve` is not installed.
     """
@@ -40,7 +38,7 @@ def measure(sizes: Sizes, batch: int = BATCH) -> list[Record]:
         policy, likeliest = rollout.policy(explore=True), rollout.policy()
     records = [_act(policy, sizes), *_beside_rllib(policy, sizes), _act_batch(batch, sizes), *_company(batch, sizes)]
     for package, name, more in (
-        ("onnxscript", "programs", lambda: _programs(likeliest, sizes)),
+        ("onnxscript", "onnxruntime", lambda: _in_onnxruntime(likeliest, sizes)),
         ("starlette", "HTTP", lambda: _http(policy, batch, sizes)),
     ):
         if importlib.util.find_spec(package) is None:
@@ -182,18 +180,12 @@ def _load(policy: Policy, sizes: Sizes) -> list[Record]:
     return records
 
 
-def _programs(policy: Policy, sizes: Sizes) -> list[Record]:
-    """`act` by a program, and in onnxruntime, beside `act` by the class."""
+def _in_onnxruntime(policy: Policy, sizes: Sizes) -> list[Record]:
+    """`act` in onnxruntime, beside `act` by the class."""
     observation = np.zeros(4, np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "policy")
-        policy.save(path, program=True, onnx=True)
-        manifest, files = read_files(path)
-        by_program = Policy(
-            parts_of(manifest, files, (), as_program=True).arguments["module"],
-            policy.env_to_module,
-            policy.module_to_env,
-        )
+        path = Path(folder, "policy.onnx")
+        policy.export_onnx(path)
         in_onnxruntime = OnnxPolicy.load(path)
 
     def calls(actor: Policy | OnnxPolicy) -> Run:
@@ -204,11 +196,8 @@ def _programs(policy: Policy, sizes: Sizes) -> list[Record]:
 
         return run
 
-    named = {"act by a program": by_program, "act in onnxruntime": in_onnxruntime}
-    return [
-        paired(name, 1, calls(actor), calls(policy), aim=None, sizes=sizes, beside_name="by the class")
-        for name, actor in named.items()
-    ]
+    runs = calls(in_onnxruntime), calls(policy)
+    return [paired("act in onnxruntime", 1, *runs, aim=None, sizes=sizes, beside_name="by the class")]
 
 
 def _http(policy: Policy, clients: int, sizes: Sizes) -> list[Record]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.cli import arguments
-from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, read_files
+from rollflow.nodes.policies.artifact_files import ONNX, read_files
 from rollflow.nodes.policies.space_text import space_of
 
 
@@ -39,9 +39,8 @@ def _show(args: argparse.Namespace) -> None:
     for facts in ("trained_on", "versions"):
         print(f"{facts:<13} {', '.join(f'{name} {value}' for name, value in manifest[facts].items())}")
     print(f"format        {manifest['format']}, {sum(map(len, files.values()))} bytes of arrays")
-    programs = [name for name in (PROGRAMS, ONNX) if name in files]
-    if programs:
-        print(f"programs      {', '.join(programs)}")
+    if ONNX in files:
+        print(f"program       {ONNX}")
 
 
 def _check(args: argparse.Namespace) -> None:

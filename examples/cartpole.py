@@ -69,7 +69,7 @@ def main(seed: int = 0, save_to: str | None = None) -> float:
             if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
         if save_to is not None:
-            rollout.save_policy(save_to, program=True, onnx=True)
+            rollout.save_policy(save_to, onnx=True)
     print("\n" * tty + f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps in {seconds:.0f} s")
     return returns.mean
 

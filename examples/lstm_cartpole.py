@@ -64,7 +64,7 @@ def main(seed: int = 0, save_to: str | None = None) -> float:
             if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
         if save_to is not None:
-            rollout.save_policy(save_to, program=True)
+            rollout.save_policy(save_to)
     print(f"mean return {returns.mean:.1f}, {rollout.num_steps:,} steps in {time.perf_counter() - began:.0f} s")
     return returns.mean
 

@@ -75,7 +75,7 @@ def main(seed: int = 0, save_to: str | None = None) -> float:
             if number == UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
         if save_to is not None:
-            rollout.save_policy(save_to, program=True)
+            rollout.save_policy(save_to)
     print(f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps")
     return returns.mean
 

@@ -52,7 +52,7 @@ BUDGETS = {  # folder -> code lines, classes
         34,
     ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
     "nodes/offloaded": (1631, 25),  # numbers of other hosts checked, that the rollout counts with
-    "nodes/policies": (2468, 14),  # an evaluation refuses what a rollout refuses
+    "nodes/policies": (2109, 10),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1607, 21),  # columns on a device; words of other engines; slots apart; JaxEnvs by name
     "nodes/stages": (1979, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made

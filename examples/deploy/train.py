@@ -25,7 +25,7 @@ def main(address: str, key: str, saved: str) -> None:
             returns = rollout.returns
             is_over = number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN)
             if is_over or number % SAVE_EVERY == 1:
-                rollout.save_policy(saved, program=True)  # so that its server needs no class
+                rollout.save_policy(saved)
                 print(f"update {number}: mean return {returns.mean:.1f}, saved")
             if is_over:
                 break

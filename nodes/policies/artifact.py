@@ -1,7 +1,6 @@
 """A policy as files and back: the manifest, the arrays beside it, and the checks when they are read."""
 
 import copy
-import json
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,18 +23,8 @@ from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.policy_weights import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies import part_records
-from rollflow.nodes.policies.artifact_files import (
-    CARD,
-    PROGRAM_ARRAYS,
-    PROGRAMS,
-    array_bytes,
-    arrays_of,
-    checksums,
-    json_of,
-    manifest_bytes,
-)
+from rollflow.nodes.policies.artifact_files import CARD, array_bytes, arrays_of, checksums, manifest_bytes
 from rollflow.nodes.policies.onnx_policy import difference
-from rollflow.nodes.policies.program import ModuleFiles, ProgramModule, programs_of
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, equal_trees, leaves_of, map_tree, stack_trees, tree_at
@@ -111,19 +100,10 @@ class Parts:
     examples: Examples
 
 
-def program_files(module: Any, batch: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a module's programs; see `programs_of`. Those of one that is programs alone are as they were."""
-    if isinstance(module, ProgramModule):
-        return dict(module.origin.files)
-    programs, constants = programs_of(module, batch)
-    text = json.dumps(programs, indent=None, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return {PROGRAMS: text.encode(), PROGRAM_ARRAYS: array_bytes(constants)}
-
-
 def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
     """Name -> contents of a policy's files, the manifest first.
 
-    others    files of its programs; {} for a policy without
+    others    its ONNX program; {} for a policy without
 
     Raises PolicyError for a policy with a part that can't be saved.
     """
@@ -139,7 +119,7 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
         "explore": policy.explore,
         "observation_space": described(policy.observation_space),
         "action_space": described(policy.action_space),
-        "module": _module_record(policy.module, arrays, has_program=PROGRAMS in others),
+        "module": part_records.record_of_module(policy.module, "module", arrays),
         "weights": {
             "dtypes": dict(sorted(weights.dtypes.items())),
             "others": part_records.to_plain(weights.others, "weights", arrays),
@@ -156,13 +136,10 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
     return {"policy.json": manifest_bytes(manifest), **files, CARD: card_of(policy, manifest).encode()}
 
 
-def parts_of(
-    manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str], *, as_program: bool = False
-) -> Parts:
+def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str]) -> Parts:
     """The parts that a manifest and its files describe.
 
-        allow         packages and modules whose classes and functions may be imported
-        as_program    True: the module's programs act, also if its class may be imported
+        allow    packages and modules whose classes and functions may be imported
 
     Raises PolicyError for anything that does not fit, with its place.
     """
@@ -175,12 +152,8 @@ def parts_of(
     weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
     record = manifest["module"]
     part_records.check_fields(record, part_records.MODULE_FIELDS, "module")
-    is_there = record["config"] is not None and part_records.is_known("module", record["name"], allow)
-    if as_program or (PROGRAMS in files and not is_there):
-        module = _program_module(record, files, weights, states)
-    else:
-        module, initial = part_records.module_of(record, weights, "module", states, allow)
-        _check_initial(module, initial)
+    module, initial = part_records.module_of(record, weights, "module", states, allow)
+    _check_initial(module, initial)
     trained_on = part_records.from_plain(manifest["trained_on"], "trained_on", states, allow)
     if states:
         raise PolicyError(f"state.safetensors has arrays that nothing uses: {sorted(states)}; expected none")
@@ -203,8 +176,7 @@ def computed_by(module: Any) -> dict[str, str]:
     processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}"
     if (device := device_of(module)).type != "cpu":
         processor = torch.cuda.get_device_name(device)
-    way = " by its program" if isinstance(module, ProgramModule) else ""
-    return {"torch": f"{torch.__version__}{way}", "processor": f"{platform.machine()} {processor}"}
+    return {"torch": torch.__version__, "processor": f"{platform.machine()} {processor}"}
 
 
 def _cpu() -> str:
@@ -233,31 +205,6 @@ def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str
     if not isinstance(dtypes, dict) or not isinstance(others, dict) or set(dtypes) - set(tensors):
         raise PolicyError(f"weights: dtypes and others are not as expected; there are tensors {sorted(tensors)[:8]}")
     return from_arrays(WeightArrays(tensors, dtypes, others))
-
-
-def _module_record(module: Any, arrays: Arrays, *, has_program: bool) -> dict[str, Any]:
-    if not isinstance(module, ProgramModule):
-        return part_records.record_of_module(module, "module", arrays, has_program=has_program)
-    arrays |= module.origin.arrays
-    return module.origin.record
-
-
-def _program_module(
-    record: dict[str, Any], files: Mapping[str, bytes], weights: Mapping[str, Any], states: Arrays
-) -> ProgramModule:
-    if PROGRAMS not in files or PROGRAM_ARRAYS not in files:
-        raise PolicyError(f"the policy has no program, expected {PROGRAMS} and {PROGRAM_ARRAYS}")
-    named = part_records.array_names([record["config"], record["initial_state"]])
-    own = {name: states.pop(name) for name in named if name in states}
-    initial = part_records.from_plain(record["initial_state"], "module/initial_state", dict(own))
-    return ProgramModule(
-        json_of(files[PROGRAMS], PROGRAMS),
-        weights,
-        arrays_of(files[PROGRAM_ARRAYS], PROGRAM_ARRAYS),
-        ModuleFiles(record, own, {name: files[name] for name in (PROGRAMS, PROGRAM_ARRAYS)}),
-        spaces={name: space_of(record[name], f"module/{name}") for name in ("observation_space", "action_space")},
-        initial=initial,
-    )
 
 
 def _check_initial(module: Any, initial: Any) -> None:

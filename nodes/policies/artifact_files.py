@@ -24,8 +24,8 @@ from rollflow.stream.data.errors import PolicyError, noted, refused
 
 MANIFEST, CARD = "policy.json", "README.md"
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors")
-PROGRAMS, PROGRAM_ARRAYS, ONNX = "programs.json", "programs.safetensors", "policy.onnx"
-OPTIONAL = (PROGRAMS, PROGRAM_ARRAYS, ONNX)
+ONNX = "policy.onnx"
+OPTIONAL = (ONNX, "programs.json", "programs.safetensors")  # programs are of older versions, and nobody reads them
 _MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
@@ -76,13 +76,13 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                 f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe "
                 f"{', '.join(OPTIONAL)}"
             )
-        files = {name: _checked(read, name, listed[name]) for name in (*ARRAYS, *OPTIONAL) if name in listed}
+        files = {name: _checked(read, name, listed[name]) for name in (*ARRAYS, ONNX) if name in listed}
     return manifest, files
 
 
 def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest among files that are not written yet, and the files of arrays."""
-    return manifest_of(files[MANIFEST], MANIFEST), {name: files[name] for name in (*ARRAYS, *OPTIONAL) if name in files}
+    return manifest_of(files[MANIFEST], MANIFEST), {name: files[name] for name in ARRAYS}
 
 
 def write_files(path: Path, files: Mapping[str, bytes]) -> None:

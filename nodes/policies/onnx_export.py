@@ -27,7 +27,6 @@ from rollflow.nodes.modules.distribution import DistributionType
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.artifact import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
-from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.stages.acting import chosen_space
 from rollflow.stream.data.columns import Columns
@@ -223,12 +222,16 @@ def _onnx_model(made: TensorPolicy, facts: str) -> bytes:
             logger.setLevel(logging.ERROR)
         with (
             refused("the policy has no ONNX program"),
+            torch.no_grad(),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             warnings.simplefilter("ignore")  # torch's, about itself
+            batch = torch.export.Dim("batch")  # a first axis of any length, the same for all
+            shapes = {"leaves": tuple({0: batch} for _ in made.example)}
+            exported = torch.export.export(made, tuple(made.example), dynamic_shapes=shapes, strict=False)
             program = torch.onnx.export(
-                exported(made, made.example),
+                exported.run_decompositions({}),
                 input_names=made.names,
                 output_names=made.results,
                 dynamo=True,

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
@@ -36,9 +37,10 @@ _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
     "float32",
     "float64",
 }
-_OF_ARRAYS = ("$array", "$tensor", "$scalar")
 _OWN = "rollflow."
+_BY_ONNX = {"module": "; a policy saved with onnx=True acts without the class: OnnxPolicy.load(path)"}
 _registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
+_EXPORT = ", or export_onnx(path), for an OnnxPolicy, which acts without the class"
 _BASES: dict[str, type] = {"connector": ConnectorV2, "module": torch.nn.Module}
 
 
@@ -66,11 +68,10 @@ def register_function(name: str, function: Callable[..., Any]) -> Callable[..., 
     return _register("function", name, function)
 
 
-def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> str:
+def name_of(kind: str, thing: Any, where: str) -> str:
     """The name that a policy saves a class or function under.
 
-        kind           "connector", "module" or "function"
-        found_again    False: it need not be imported, since the policy acts without it
+    kind    "connector", "module" or "function"
 
     Raises PolicyError, with the place `where`, for what can't be found again by a name.
     """
@@ -83,10 +84,10 @@ def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> s
     remedy = f'expected register_{kind}("my_name", …) before it is saved, and again before it is loaded'
     if not isinstance(module, str) or not isinstance(qualified, str):
         raise PolicyError(f"{where}: {thing!r} has no name by which it could be found again; {remedy}")
-    if found_again and ("<" in qualified or module == "__main__"):
+    if "<" in qualified or module == "__main__":
         raise PolicyError(
             f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or a {kind} on the top "
-            "level of a module that can be imported, or save_policy(path, program=True), which needs no class to act"
+            f"level of a module that can be imported{_EXPORT if kind == 'module' else ''}"
         )
     return f"{module}:{qualified}"
 
@@ -106,35 +107,31 @@ def named(kind: str, name: Any, allow: Collection[str], where: str) -> Any:
     if found is not None:
         return found
     module, colon, qualified = name.partition(":")
+    by_onnx = _BY_ONNX.get(kind, "")
     if not colon:
         raise PolicyError(
             f"{where}: there is no {kind} of the name {name!r}; expected register_{kind}({name!r}, …) before the "
-            "policy is loaded"
+            f"policy is loaded{by_onnx}"
         )
     if not any(module == each or module.startswith(f"{each}.") for each in allow):
         raise PolicyError(
             f"{where}: {kind} {name!r} is not allowed to be imported; expected allow=[{module.split('.')[0]!r}], or "
-            f"--allow {module.split('.')[0]}, where you trust that package, or register_{kind}({name!r}, …)"
+            f"--allow {module.split('.')[0]}, where you trust that package, or register_{kind}({name!r}, …){by_onnx}"
         )
-    thing: Any
+    thing, place = None, ", ".join(sys.path)
     try:
         thing = importlib.import_module(module)
+        place = getattr(thing, "__file__", None) or module
         for part in qualified.split("."):
             thing = getattr(thing, part)
     except (ImportError, AttributeError) as error:
-        raise PolicyError(f"{where}: {kind} {name!r} can't be imported: {error}") from None
+        raise PolicyError(
+            f"{where}: {kind} {name!r} can't be imported: {error}; it was looked for in {place}; expected it there, or "
+            f"register_{kind}({name!r}, …) before the policy is loaded{by_onnx}"
+        ) from None
     if not _is_one(kind, thing):
         raise PolicyError(f"{where}: {name!r} is no {kind}, expected one")
     return thing
-
-
-def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
-    """True if `named` gives the class or function of a name."""
-    try:
-        named(kind, name, allow, kind)
-    except PolicyError:
-        return False
-    return True
 
 
 def _own(kind: str, name: str) -> Any:
@@ -219,12 +216,6 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
     with refused(f"{where}: no {mark} can be made of {str(value[mark])[:80]}"):
         made = _READERS[mark](value[mark], where, arrays, allow)
     return made
-
-
-def array_names(value: Any) -> list[str]:
-    """The names of the arrays that a value in plain form uses, without anything of it being made."""
-    named = [each for record in _dicts_in(value) for mark, each in record.items() if mark in _OF_ARRAYS]
-    return [name for name in named if isinstance(name, str)]
 
 
 def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
@@ -380,26 +371,21 @@ def _config_of(piece: ConnectorV2, where: str) -> dict[str, Any]:
 # Modules
 
 
-def record_of_module(module: Any, where: str, arrays: ArraysByName, *, has_program: bool) -> dict[str, Any]:
-    """A module's record, without its weights. Raises PolicyError for a module that can't be saved.
-
-    has_program    True: its class need not be found again, nor say how it is made
-    """
+def record_of_module(module: Any, where: str, arrays: ArraysByName) -> dict[str, Any]:
+    """A module's record, without its weights. Raises PolicyError for a module that can't be saved."""
     cls = type(module)
     if isinstance(module, RLModule):
         config = {"inference_only": module.inference_only, "model_config": module.model_config}
     elif callable(getattr(module, "get_config", None)):
         config = module.get_config()
-    elif has_program:
-        config = None
     else:
         raise PolicyError(
             f"{where}: {cls.__name__} does not say how it is made; expected an RLModule, or a method get_config() that "
-            "gives the arguments of its constructor, or program=True"
+            f"gives the arguments of its constructor{_EXPORT}"
         )
     initial = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
     return {
-        "name": name_of("module", cls, where, found_again=not has_program),
+        "name": name_of("module", cls, where),
         "version": version_of(cls, where),
         "observation_space": described(module.observation_space),
         "action_space": described(module.action_space),
@@ -421,6 +407,11 @@ def module_of(
     spaces = [space_of(record[name], f"{where}/{name}") for name in ("observation_space", "action_space")]
     config = from_plain(record["config"], f"{where}/config", arrays, allow)
     initial = from_plain(record["initial_state"], f"{where}/initial_state", arrays, allow)
+    if not isinstance(config, dict):
+        raise PolicyError(
+            f"{where}: {record['name']} was saved without the arguments of its constructor, as a program that older "
+            f"versions could run; expected a class that says how it is made{_BY_ONNX['module']}"
+        )
     config, weights = upgraded(cls, config, weights, record["version"], where)
     named_spaces = dict(zip(("observation_space", "action_space"), spaces, strict=True))
     arguments = {**named_spaces, **config} if issubclass(cls, RLModule) else config

@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -25,7 +24,6 @@ from rollflow.nodes.policies import artifact, artifact_files
 from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION, rewards_of
 from rollflow.nodes.policies.part_records import classes_of
-from rollflow.nodes.policies.program import ProgramModule
 from rollflow.nodes.stages.acting import acting_copy, chosen_space, lookback_for, module_for, sampling_data
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward, note_batch
@@ -540,37 +538,27 @@ class Policy:
 
     # Saving
 
-    def save(self, path: str | os.PathLike[str], *, program: bool = False, onnx: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, onnx: bool = False) -> None:
         """Write the policy to a folder, or to one file if the path ends in `.zip`, with the sessions left out.
 
-            program    True: with the module's forward passes as programs, which act if its class is not there;
-                       those of a policy that acts by them are always saved
-            onnx       True: with an ONNX program of the whole policy, for `OnnxPolicy`
+            onnx    True: with an ONNX program of the whole policy, for `OnnxPolicy`, which needs no class of a module
 
         A policy that is there already is replaced, in one step. What was written is what `load` has read back, and has
         acted with as this policy does.
 
         Raises PolicyError for a part that can't be saved: a function without a name, a class that can't be imported.
         """
-        save_all({Path(path): self}, program=program, onnx=onnx)
+        save_all({Path(path): self}, onnx=onnx)
 
-    def _files(self, path: Path, *, program: bool, onnx: bool) -> dict[str, bytes]:
+    def _files(self, path: Path, *, onnx: bool) -> dict[str, bytes]:
         """Name -> contents of the files that `save` writes to a path, read back."""
         artifact_files.check_target(path)
-        self._weights.load_into(self.module)
-        inputs = self._examples.inputs or artifact.drawn_inputs(self.observation_space)
-        is_program = isinstance(self.module, ProgramModule)
-        others = artifact.program_files(self.module, self._example_batch(inputs)) if program or is_program else {}
-        examples = self._tried(inputs)
-        if onnx:
-            from rollflow.nodes.policies.onnx_export import onnx_bytes
-
-            others[artifact_files.ONNX] = onnx_bytes(self, {**examples.inputs, **examples.computed})
+        examples = self._tried()
+        others = {artifact_files.ONNX: self._onnx_bytes(examples)} if onnx else {}
         files = artifact.files_of(self, examples, others)
         manifest, arrays = artifact_files.read_manifest(files)
-        for as_program in {is_program, is_program or program}:
-            parts = artifact.parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
-            type(self)._loaded(parts, device_of(self.module), self.explore)
+        parts = artifact.parts_of(manifest, arrays, classes_of(manifest))
+        type(self)._loaded(parts, device_of(self.module), self.explore)
         return files
 
     def export_onnx(self, path: str | os.PathLike[str]) -> None:
@@ -580,11 +568,7 @@ class Policy:
 
         Raises PolicyError for a piece that has no tensor form, and for a policy that samples its actions.
         """
-        from rollflow.nodes.policies.onnx_export import onnx_bytes
-
-        self._weights.load_into(self.module)
-        inputs = self._examples.inputs or artifact.drawn_inputs(self.observation_space)
-        artifact_files.write_file(Path(path), onnx_bytes(self, {**inputs, **self._traced(inputs, self.explore)}))
+        artifact_files.write_file(Path(path), self._onnx_bytes(self._tried()))
 
     @classmethod
     def load(
@@ -620,37 +604,27 @@ class Policy:
     def _loaded(cls, parts: artifact.Parts, device: Any, explore: bool, **options: Any) -> Self:
         policy = cls(**parts.arguments, explore=explore, device=device, **options)
         policy.trained_on, policy._examples = parts.trained_on, parts.examples
-        if isinstance(policy.module, ProgramModule):
-            policy.module.check(policy._example_batch(parts.examples.inputs))
         exact = artifact.computed_by(policy.module) == parts.examples.computed_by
         sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
         computed = policy._traced(parts.examples.inputs, parts.explore)
         artifact.check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
         return policy
 
-    def _tried(self, inputs: artifact.Arrays) -> artifact.Examples:
-        """The examples to be saved; a program keeps those of its class, which differ by rounding at most."""
-        computed = self._traced(inputs, self.explore)
-        if isinstance(self.module, ProgramModule):
-            with suppress(PolicyError):
-                artifact.check_same(self._examples.computed, computed, exact=False)
-                return self._examples
-        return artifact.Examples(inputs, computed, artifact.computed_by(self.module))
+    def _tried(self) -> artifact.Examples:
+        """The examples that this policy is saved with, as it acts now."""
+        self._weights.load_into(self.module)
+        inputs = self._examples.inputs or artifact.drawn_inputs(self.observation_space)
+        return artifact.Examples(inputs, self._traced(inputs, self.explore), artifact.computed_by(self.module))
+
+    def _onnx_bytes(self, examples: artifact.Examples) -> bytes:
+        from rollflow.nodes.policies.onnx_export import onnx_bytes  # with packages that acting does not need
+
+        return onnx_bytes(self, {**examples.inputs, **examples.computed})
 
     def _traced(self, inputs: artifact.Arrays, explore: bool) -> artifact.Arrays:
         """All that each part makes of the examples."""
         make = partial(self._copy, explore=explore, seed=0)
         return artifact.traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
-
-    def _example_batch(self, inputs: artifact.Arrays) -> Batch:
-        """The batch that the module gets of the examples' first observations."""
-        actor = self._copy(self.env_to_module, self.module_to_env, self.explore, 0)
-        lane = actor._sessions.lane(tuple(range(inputs["inputs/rewards"].shape[1])))
-        observations = lane.checked(artifact.observations_at(self.observation_space, inputs, 0))
-        lane.take_observations(observations, inputs["inputs/rewards"][0], None)
-        lane.prepare(lane)
-        batch: Batch = lane.batch
-        return batch
 
     # Inside
 
@@ -737,9 +711,9 @@ class Policy:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"
 
 
-def save_all(policies: Mapping[Path, Policy], *, program: bool = False, onnx: bool = False) -> None:
+def save_all(policies: Mapping[Path, Policy], *, onnx: bool = False) -> None:
     """Write policies to their paths, as `Policy.save` does; nothing is written if one of them can't be saved."""
-    made = {path: policy._files(path, program=program, onnx=onnx) for path, policy in policies.items()}
+    made = {path: policy._files(path, onnx=onnx) for path, policy in policies.items()}
     for path, files in made.items():
         artifact_files.write_files(path, files)
 

@@ -77,24 +77,6 @@ class Gated(DefaultModule):
         return output
 
 
-class Choosy(OwnModule):
-    """Module that takes another path where the observations are large."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        logits = self.layer(batch["obs"])
-        return {"action_dist_inputs": logits if batch["obs"].sum() > 0 else -logits}
-
-
-class Frozen(OwnModule):
-    """Module that counts its passes in Python."""
-
-    passes = 0
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.passes += 1
-        return {"action_dist_inputs": self.layer(batch["obs"]) + self.passes}
-
-
 class Bare(torch.nn.Module):
     """Module that does not say how it is made, and does the same for any number of rows."""
 
@@ -106,7 +88,3 @@ class Bare(torch.nn.Module):
         return {"action_dist_inputs": self.layer(batch["obs"])}
 
     forward_exploration = forward_inference
-
-
-class Unnamed(OwnModule):
-    """Module that no test registers."""

@@ -147,9 +147,9 @@ def test_an_adapted_policy_plays_as_it_did_and_is_saved_as_any_other(lstm: bool,
     old = policy_for(env.observation_space, env.action_space, [*pieces, FrameStacking(num_frames=2)], use_lstm=lstm)
     old.trained_on = {"env": "CartPole-v1"}
     adapted = old.adapted(new_cart_pole(), fields=POLE)
-    adapted.save(tmp_path / "a", program=True)
+    adapted.save(tmp_path / "a")
     loaded = Policy.load(tmp_path / "a")
-    loaded.save(tmp_path / "b", program=True)
+    loaded.save(tmp_path / "b")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     assert loaded.trained_on == old.trained_on

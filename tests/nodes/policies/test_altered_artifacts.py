@@ -152,11 +152,11 @@ def test_hostile_json_is_refused(copied: Path, text: str) -> None:
         Policy.load(copied)
 
 
-@pytest.mark.parametrize("name", ["policy.json", "module.safetensors", "programs.json"])
+@pytest.mark.parametrize("name", ["policy.json", "module.safetensors", "policy.onnx"])
 def test_a_file_larger_than_it_may_be_is_not_read(copied: Path, name: str) -> None:
     with (copied / name).open("ab") as file:
         file.truncate(MOST_MEMORY)
-    if name == "programs.json":  # that the manifest does not list
+    if name == "policy.onnx":  # that the manifest does not list
         with bounded_memory():
             Policy.load(copied)
         return

@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered_policies import sign
 from drawn_policies import ACTIONS, BOX, SPACES
 from own_policy_parts import Bare, Doubled, Forgetful, OwnModule, Versioned
 
 from rollflow import ConnectorV2, Policy
 from rollflow.nodes import LambdaConnector
+from rollflow.nodes.policies.artifact_files import checksums
 from rollflow.policy import register_connector, register_function, register_module
 from rollflow.stream import ConnectorError, PolicyError
 from rollflow.stream.data.errors import StateError, refused
@@ -67,6 +69,39 @@ def test_a_piece_whose_state_would_be_lost_is_refused(tmp_path: Path) -> None:
 def test_a_module_that_does_not_say_how_it_is_made_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"Bare does not say how it is made; expected .* get_config"):
         Policy(Bare(), **SPACES).save(tmp_path / "p")
+
+
+def test_programs_of_older_versions_are_left_alone_and_the_class_acts(tmp_path: Path) -> None:
+    policy = own_policy()
+    policy.save(tmp_path / "p")
+    names = ("programs.json", "programs.safetensors")
+    for name in names:
+        (tmp_path / "p" / name).write_bytes(b"{}")
+    sign(tmp_path / "p", lambda manifest: manifest["files"].update(checksums(dict.fromkeys(names, b"{}"))))
+    loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts"])
+    assert loaded.act(np.ones(3, np.float32)) == policy.act(np.ones(3, np.float32))
+    loaded.save(tmp_path / "q")
+    assert not set(names) & {each.name for each in (tmp_path / "q").iterdir()}
+
+
+MISSING = [
+    (("name", "own_policy_parts:Gone"), r"has no attribute 'Gone'; it was looked for in .*own_policy_parts.py; .* or "),
+    (
+        ("name", "gone_module:Gone"),
+        r"No module named 'gone_module'; it was looked for in .*support.*; expected it there, ",
+    ),
+    (("name", "gone"), r"no module of the name 'gone'; expected register_module\('gone', …\) before"),
+    (("config", None), r"own module was saved without the arguments of its constructor, as a program"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), MISSING)
+def test_a_class_that_is_not_there_is_named_with_what_helps(change: Any, text: str, tmp_path: Path) -> None:
+    register_module("own module", OwnModule)
+    own_policy().save(tmp_path / "p")
+    sign(tmp_path / "p", lambda manifest: manifest["module"].update([change]))
+    with pytest.raises(PolicyError, match=f"{text}.*saved with onnx=True acts without the class: OnnxPolicy.load"):
+        Policy.load(tmp_path / "p", allow=["own_policy_parts", "gone_module"])
 
 
 def test_a_piece_that_does_not_come_back_is_found_when_it_is_saved(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def rollout_over(env: Together, **kwargs: Any) -> MultiAgentRollout:
 
 def _save_agents(rollout: MultiAgentRollout, path: Path) -> None:
     rollout.policy("ann").save(path / "walker")
-    rollout.save_policy(path / "cat", "cat", program=True)
+    rollout.save_policy(path / "cat", "cat")
 
 
 def _save_modules(rollout: MultiAgentRollout, path: Path) -> None:
