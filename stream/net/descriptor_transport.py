@@ -72,15 +72,13 @@ class DescriptorTransport(Transport):
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self._unclaimed += map(Descriptor, fds)
         if flags & socket.MSG_CTRUNC:
-            self._refuse("some descriptors got lost: this process has no more to spare")
+            self.connection.refuse("memory", "some descriptors got lost: this process has no more to spare")
         elif ancillary and (
             len(self._unclaimed) > _MOST_UNCLAIMED or self.connection.phase is ConnectionPhase.HANDSHAKE
         ):
-            self._refuse(f"{len(self._unclaimed)} descriptors that nobody has asked for, expected none")
+            text = f"{len(self._unclaimed)} descriptors that nobody has asked for, expected none"
+            self.connection.refuse("memory", text)
         return count
-
-    def _refuse(self, problem: str) -> None:
-        self._problem = self._refused(problem, "memory")
 
     def _send_some(self, most: int) -> int:
         """Send at most so many bytes, descriptors first; the number of bytes sent."""

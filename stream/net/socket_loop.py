@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rollflow.stream import wire
 from rollflow.stream.data.closing import closing_on_error
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
@@ -334,8 +335,8 @@ class SocketLoop(Generic[P]):
         """Give the handler events of a connection, and its error if it is broken."""
         try:
             for event in events:
-                if isinstance(event, wire.ConnectionBroken):
-                    raise event.error
+                if isinstance(event, WireError):
+                    raise event
                 if isinstance(event, wire.Welcome):
                     self.dialler.welcomed(peer.dialled)
                 self._handler.handle(peer, event, now)

@@ -12,7 +12,7 @@ from itertools import islice
 from time import monotonic
 
 from rollflow.stream.data.system import system_module
-from rollflow.stream.wire import Address, Connection, ConnectionBroken, Event, TcpAddress
+from rollflow.stream.wire import Address, Connection, Event, TcpAddress
 
 termios = system_module("termios")
 fcntl = system_module("fcntl")
@@ -47,7 +47,6 @@ class Transport:
         connection.queued = partial(_queued, sock)
         self._sock = sock
         self._unsent: deque[memoryview] = deque()
-        self._problem: Event | None = None  # with what came beside the bytes
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once it is closed."""
@@ -59,7 +58,7 @@ class Transport:
         return bool(self._unsent)
 
     def read(self, now: float) -> list[Event]:
-        """Receive what is there: the connection's events."""
+        """Receive what is there: the connection's events. If it is refused here, none tells that it is broken."""
         events: list[Event] = []
         for _ in range(_MOST_READS):
             buffer = self.connection.buffer()
@@ -70,10 +69,8 @@ class Transport:
                 break
             except OSError:
                 count = 0
-            if self._problem is not None:
-                return [*events, self._problem]
             if count and self.connection.is_new and buffer[0] in TLS_BEGINS:
-                return [self._mismatched(speaks_tls=False)]
+                self._refuse_mismatch(speaks_tls=False)
             events += self.connection.filled(count, now) if count else self.connection.ended()
             if not count or not self.connection.is_open or count < room:
                 break
@@ -116,16 +113,11 @@ class Transport:
                 if not self._sock.recv(_TLS_BYTES):
                     return
 
-    def _mismatched(self, *, speaks_tls: bool) -> Event:
+    def _refuse_mismatch(self, *, speaks_tls: bool) -> None:
         """Refuse an end that speaks TLS if this one does not, or the other way round."""
         me, other = self.connection.roles
         one, none = (me, other) if speaks_tls else (other, me)
-        return self._refused(f"the {one} speaks TLS and the {none} does not, expected both to, or neither")
-
-    def _refused(self, problem: str, code: str = "tls") -> Event:
-        self.connection.refuse(code, problem)
-        assert self.connection.error is not None
-        return ConnectionBroken(self.connection.error)
+        self.connection.refuse("tls", f"the {one} speaks TLS and the {none} does not, expected both to, or neither")
 
     def _receive(self, buffer: memoryview) -> int:
         """Receive into the buffer; the number of bytes received. Raises OSError if that can't be."""
@@ -206,7 +198,8 @@ class TlsTransport(Transport):
         has_ended = self._take_encrypted()
         events: list[Event] = []
         if self._is_mismatched:
-            return [self._mismatched(speaks_tls=True)] if self.connection.is_open else []
+            self._refuse_mismatch(speaks_tls=True)
+            return []
         try:
             if self._agrees():
                 for count in self._decrypted():
@@ -215,7 +208,7 @@ class TlsTransport(Transport):
                         break
         except ssl.SSLError as error:
             if not (has_ended and self.connection.is_new):  # else it was closed without a word
-                events += self._failed(error)
+                self.connection.refuse("tls", f"TLS: {tls_problem(error)}")
         if has_ended and self.connection.is_open:
             events += self.connection.ended()
         self.write()
@@ -275,9 +268,6 @@ class TlsTransport(Transport):
         with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError):
             while count := int(self._tls.read(_TLS_BYTES, self.connection.buffer())):
                 yield count
-
-    def _failed(self, error: ssl.SSLError) -> list[Event]:
-        return [self._refused(f"TLS: {tls_problem(error)}")] if self.connection.is_open else []
 
 
 def tls_problem(error: ssl.SSLError) -> str:

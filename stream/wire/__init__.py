@@ -27,7 +27,7 @@ from rollflow.stream.wire.codec.messages import (
     Weights,
 )
 from rollflow.stream.wire.codec.rows import AgentForm
-from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
+from rollflow.stream.wire.connection import FAILED, Connection, ConnectionPhase, Event
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.items import ReceiverConnection, ReceiverSession, SenderConnection, SenderSession
 from rollflow.stream.wire.session import GatewaySession, HostSession

@@ -6,7 +6,6 @@ buffers of `outgoing`. Subclasses define which message may come when.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from rollflow.stream.data.errors import WireError
@@ -29,19 +28,9 @@ class ConnectionPhase(Enum):
     BROKEN = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionBroken:
-    """Event: the connection is unusable, since the other end broke the protocol, refused, or is gone.
-
-    error    the reason; its `code` is "lost" if the connection ended without a goodbye, "silent" if nothing came
-    """
-
-    error: WireError
-
-
-Event = Message | ConnectionBroken
-
-
+# The last one is an error where the other end broke the protocol, refused, or is gone: the connection is unusable. Its
+# `code` is "lost" if the connection ended without a goodbye, "silent" if nothing came.
+Event = Message | WireError
 FAILED = "failed"  # code of a Refused from an end that has failed itself
 
 
@@ -62,8 +51,8 @@ class Connection:
     may_use_tls       False for a socket of this machine alone, likewise
     is_new            whether nothing has come from the other end, not even bytes that the owner of the socket keeps
 
-    Received bytes become events: the other end's messages, without those that are answered here, and at last
-    `ConnectionBroken`. The owner of the socket must send the buffers of `outgoing`, also after the last event, since
+    Received bytes become events: the other end's messages, without those that are answered here, and at last `error`,
+    if it breaks. The owner of the socket must send the buffers of `outgoing`, also after the last event, since
     they may hold a refusal.
     """
 
@@ -276,7 +265,7 @@ class Connection:
                 f"{self._loose} bytes not delivered yet and {size} more, expected at most {self.limits.undelivered}",
                 "undelivered",
             )
-            raise self._break(error, tell=False).error
+            raise self._break(error, tell=False)
         self._append(buffers, size, lane)
 
     def _queue_if_running(self, buffers: Sequence[Buffer], lane: int) -> None:
@@ -311,15 +300,15 @@ class Connection:
         both = ", and both to use TLS, or neither" if self.may_use_tls else ""
         return f", and nothing has come: expected the other end to be at work{both}"
 
-    def _break(self, error: WireError, *, tell: bool = True) -> ConnectionBroken:
-        """Break the connection, and send a refusal if `tell`."""
+    def _break(self, error: WireError, *, tell: bool = True) -> WireError:
+        """Break the connection, and send a refusal if `tell`; the error that it has broken with."""
         if self.error is None:
             self.error = WireError(f"{self.peer}: {error}", error.code)
             if tell and self.phase is not ConnectionPhase.LEAVING:
                 refusal = encode(Refused.of(error))
                 self._append(refusal, sum(map(len, refusal)), None)
             self.phase = ConnectionPhase.BROKEN
-        return ConnectionBroken(self.error)
+        return self.error
 
 
 def encoded(message: Message, most: int, peer: str) -> list[Buffer]:

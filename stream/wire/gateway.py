@@ -22,7 +22,7 @@ class HostConnection(Initiator):
         Reset, Step or Turn         each request once: answer with `answer`, different lanes in any order
         Settings, Weights, States   between the requests of a rollout host
         Cut                         a Turn that is not answered yet is to end now
-        Goodbye, ConnectionBroken   the end
+        Goodbye, or an error        the end
 
     Raises WireError for invalid spaces in `hello`.
     """
@@ -89,7 +89,7 @@ class GatewayConnection(Acceptor):
         Hello                               the host has proved itself: answer with `welcome` or `refuse`
         Rows, AgentRows, Failed, Fragment   the answer to each request, once
         Metrics                             unrequested
-        Goodbye, ConnectionBroken           the end
+        Goodbye, or an error                the end
     """
 
     _form: Any = None

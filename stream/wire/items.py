@@ -71,7 +71,7 @@ class SenderConnection(Initiator):
     next       number of the item that is to be sent next, once the Welcome has come
 
     Events: Welcome; then Settings, Weights, and Done, which is for `SenderSession.take`; answers to queries, each once;
-    at the end Goodbye or ConnectionBroken. Queries without an answer are sent again as soon as the Welcome has come.
+    at the end Goodbye or an error. Queries without an answer are sent again as soon as the Welcome has come.
     """
 
     session: SenderSession
@@ -202,7 +202,7 @@ class ReceiverConnection(Acceptor):
         Hello                       the sender has proved itself: answer with `welcome` or `refuse`
         Fragment                    the items of the stream, each once and in order
         Metrics                     what a source says beside them
-        Goodbye, ConnectionBroken   the end
+        Goodbye, or an error        the end
     """
 
     takes = Fragment, messages.Metrics

@@ -24,7 +24,7 @@ from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.hosted_node import HostWait
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Connection, ConnectionBroken, HostConnection, HostSession, Limits, Rows, Step, encode
+from rollflow.stream.wire import Connection, HostConnection, HostSession, Limits, Rows, Step, encode
 
 Remote = TypeVar("Remote", bound=RemoteHosts)
 
@@ -263,12 +263,12 @@ class RawEnd:
     def next_of(self, kind: type[Any]) -> Any:
         """Wait for the next event of a kind."""
         while not isinstance(event := self.next_event(), kind):
-            assert not isinstance(event, ConnectionBroken | None), event
+            assert not isinstance(event, WireError | None), event
         return event
 
     def refusal(self) -> WireError:
         """Wait until this end is refused: what the other says."""
-        error: WireError = self.next_of(ConnectionBroken).error
+        error: WireError = self.next_of(WireError)
         assert self.sock.recv(1) == b""
         self.sock.close()
         return error

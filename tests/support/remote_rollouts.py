@@ -20,7 +20,8 @@ from remote_hosts import BrokenWire, RawHost, hosting, listening
 from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.workers.lane_status import LanePhase
-from rollflow.stream.wire import ConnectionBroken, Fragment as Answer, Limits, Reset, Turn, Welcome
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire import Fragment as Answer, Limits, Reset, Turn, Welcome
 
 Taken = TypeVar("Taken")
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
@@ -149,7 +150,7 @@ class RawRollouts(RawHost):
     def next_turn(self) -> Turn:
         """Wait for the next turn; what comes before it is for the lane."""
         while not isinstance(event := self.next_event(), Turn):
-            assert not isinstance(event, ConnectionBroken | None), event
+            assert not isinstance(event, WireError | None), event
             if isinstance(event, Welcome):
                 self._host._welcomed(event)
             else:

@@ -26,8 +26,8 @@ def frame_as(message: wire.Message) -> bytes:
 
 def error_of(events: list[wire.Event]) -> WireError:
     """Why a connection broke: the last event."""
-    assert isinstance(events[-1], wire.ConnectionBroken), events
-    return events[-1].error
+    assert isinstance(events[-1], WireError), events
+    return events[-1]
 
 
 def check_broken(events: list[wire.Event], code: str, told: str) -> None:

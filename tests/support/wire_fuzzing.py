@@ -148,8 +148,8 @@ class Fuzzed:
         for at, piece in enumerate(pieces):
             fed += len(piece)
             for event in end.receive(piece, float(at)):
-                if isinstance(event, wire.ConnectionBroken):
-                    self.counts[event.error.code] += 1
+                if isinstance(event, WireError):
+                    self.counts[event.code] += 1
                     assert end.phase is wire.ConnectionPhase.BROKEN
                 else:
                     self.counts[event.kind] += 1

@@ -151,8 +151,8 @@ class RawConnection(ClosedOnExit):
         events = self._gateway.receive(data, monotonic())
         self._flush()
         for event in events:
-            if isinstance(event, wire.ConnectionBroken):
-                raise event.error
+            if isinstance(event, WireError):
+                raise event
         return events
 
     def _flush(self) -> None:

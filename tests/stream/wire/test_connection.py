@@ -68,7 +68,7 @@ def test_a_host_that_breaks_the_protocol_is_refused_for_good(answer: wire.Messag
     ends, _ = stepping()
     good = frame_as(wire.Failed(0, 2, "E", "", (), ""))
     events = ends.gateway.receive(frame_as(answer) + good, 1.0)
-    assert [type(event) for event in events] == [wire.ConnectionBroken]
+    assert [type(event) for event in events] == [WireError]
     with refusing(code, f"^host 'sim-1': .*{told}"):
         raise error_of(events)
     assert ends.gateway.receive(good, 1.0) == []
@@ -102,7 +102,7 @@ def test_what_came_before_a_breach_is_handed_over() -> None:
     ends, step = stepping()
     ends.host.answer(step, rows())
     events = ends.gateway.receive(taken_from(ends.host) + bytes(16), 1.0)
-    assert [type(event) for event in events] == [wire.Rows, wire.ConnectionBroken]
+    assert [type(event) for event in events] == [wire.Rows, WireError]
     assert error_of(events).code == "frame"
 
 
@@ -110,8 +110,8 @@ def test_a_refusal_is_raised_as_the_others_words() -> None:
     ends, _ = stepping()
     ends.gateway.refuse("busy", "too many hosts")
     (broken,) = ends.to_host()
-    assert isinstance(broken, wire.ConnectionBroken)
-    assert (str(broken.error), broken.error.code) == ("gateway: refuses: too many hosts", "busy")
+    assert isinstance(broken, WireError)
+    assert (str(broken), broken.code) == ("gateway: refuses: too many hosts", "busy")
     assert taken_from(ends.host) == b""
 
 
@@ -386,11 +386,11 @@ def test_the_secret_is_not_sent_and_the_proofs_are_those_of_the_documentation() 
 def test_secrets_that_differ_are_told_both(host_secret: bytes | None, gateway_secret: bytes | None, told: str) -> None:
     ends = Ends(host_secret=host_secret, gateway_secret=gateway_secret)
     events = [event for _ in range(3) for event in [*ends.to_gateway(), *ends.to_host()]]
-    errors = [event for event in events if isinstance(event, wire.ConnectionBroken)]
+    errors = [event for event in events if isinstance(event, WireError)]
     assert len(errors) == 2
     for broken in errors:
-        assert told in str(broken.error)
-        assert broken.error.code == "secret"
+        assert told in str(broken)
+        assert broken.code == "secret"
     assert not ends.host.is_open
     assert not ends.gateway.is_open
 
@@ -452,9 +452,9 @@ def test_a_hello_that_can_not_be_met_is_refused_by_host_name(changed: dict[str, 
     refused = told_by(ends.gateway)
     assert refused.code == code
     (broken,) = ends.host.receive(frame_as(refused), 0.0)
-    assert isinstance(broken, wire.ConnectionBroken)
-    assert broken.error.code == code
-    assert str(broken.error).startswith(f"gateway: refuses: {refused.text}")
+    assert isinstance(broken, WireError)
+    assert broken.code == code
+    assert str(broken).startswith(f"gateway: refuses: {refused.text}")
 
 
 def test_spaces_are_read_once_their_host_has_proved_itself() -> None:

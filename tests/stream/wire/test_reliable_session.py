@@ -13,6 +13,7 @@ from wire_ends import taken_from
 from wire_messages import GATEWAY_NONCE, SECRET, first_rows, hello, rows
 
 from rollflow.stream import wire
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import ConnectionPhase
 
 ALL = 1 << 20  # bytes
@@ -292,7 +293,7 @@ class Reliable(RuleBasedStateMachine):
         data = old.on_the_way[late] + taken_from(old.initiator if late else old.acceptor)
         old.on_the_way[late] = data[: max(0, len(data) - lost)]
         events = old.initiator.ended() if late else old.acceptor.ended()
-        assert all(isinstance(event, wire.ConnectionBroken) for event in events)
+        assert all(isinstance(event, WireError) for event in events)
         if late:
             self.late.append(old)
         else:
@@ -370,7 +371,7 @@ class Reliable(RuleBasedStateMachine):
 
     def take(self, line: Line, events: list[Any], by_acceptor: bool) -> None:
         for event in events:
-            assert not isinstance(event, wire.ConnectionBroken), event.error
+            assert not isinstance(event, WireError), event
             if isinstance(event, wire.Hello):
                 self.ends.welcome(line.acceptor, event)
                 if self.family is not Hosts:
