@@ -132,8 +132,7 @@ def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int
     poll = select.poll()
     poll.register(link.bell.fileno(), select.POLLIN)
     while link.error is None:
-        window = 0 if link.wanted is None else link.wanted.window
-        if session.given - session.done >= window:
+        if session.given - session.done >= session.window:
             poll.poll()
             link.bell.silence()
             continue

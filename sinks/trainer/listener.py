@@ -5,7 +5,6 @@ import select
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from time import monotonic, sleep
 from typing import Any
 
@@ -205,7 +204,7 @@ class TrainerListener:
         if peer.wanted != (wanted := (source.session.window, source.is_awaited)) and not source.sends_nothing:
             peer.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
-            connection.tell(wire.Settings(asdict(self.bound.order(source, version))))
+            connection.tell(wire.Settings(self.bound.order(source, version)))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
         self._behind.add(source)
         if connection.undelivered > _MUCH and not is_last:

@@ -4,7 +4,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,9 +14,20 @@ from rollflow.nodes.env.lane_source import LaneGate
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import SESSION_BYTES, Done, Fragment, SenderSession
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
 logger = logging.getLogger(__name__)
 
+_NUMBER = field.whole(0, MOST_NUMBER)
+# Settings by which a trainer wants a rollout's stream:
+#   window    items that it takes beyond the last one that it is done with
+#   ahead     fragments that a lane may have begun beyond that; 0: the trainer does not wait for the rollout yet; None: any
+#             number in the window
+#   version   of the newest published weights: the rollout is to act with these, or newer ones
+#   needs     number of items that the trainer has to have at a time before it is done with any
+#   stays     whether a rollout whose last fragment has come stays until all are acknowledged
+_ORDER = field.entries(window=_NUMBER, ahead=field.nullable(_NUMBER), version=_NUMBER, needs=_NUMBER, stays=field.flag)
 
 @dataclass(slots=True)
 class KeptItem:
@@ -35,11 +46,13 @@ class ResendBuffer(SenderSession):
 
     nbytes       of all
     needs        how many there is room for, however large they are
+    order        settings by which the trainer wants the stream; None: it has not been there yet
     """
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(secrets.token_bytes(SESSION_BYTES))
         self.nbytes, self.needs = 0, 1
+        self.order: Mapping[str, Any] | None = None
         self.max_bytes = checked_count("max_bytes", max_bytes, 1)
         self._entries: deque[KeptItem] = deque()  # the last of the stream
         self._lock = threading.Lock()
@@ -47,6 +60,11 @@ class ResendBuffer(SenderSession):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def take_order(self, settings: Any) -> None:
+        """Take a trainer's settings. Raises WireError for what is none."""
+        self.order = order = _ORDER(settings, "settings")
+        self.window, self.needs = order["window"], order["needs"]
 
     @property
     def is_full(self) -> bool:
@@ -97,25 +115,6 @@ class ResendBuffer(SenderSession):
             return list(islice(self._entries, len(self) - later, None))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOrder:
-    """Settings by which a trainer wants a rollout's stream.
-
-    window         items that the trainer takes beyond the last one that it is done with
-    ahead          fragments that a lane may have begun beyond that; 0: the trainer does not wait for the rollout yet;
-                   None: any number in the window
-    version        of the newest published weights: the rollout is to act with these, or newer ones
-    needs          number of items that the trainer has to have at a time before it is done with any
-    stays          whether a rollout whose last fragment has come stays until all are acknowledged
-    """
-
-    window: int
-    ahead: int | None
-    version: int
-    needs: int = 1
-    stays: bool = False
-
-
 class PaceGate(LaneGate):
     """Gate that lets a lane begin a fragment once its trainer is there, waits for it, and its weights are in use.
 
@@ -129,17 +128,13 @@ class PaceGate(LaneGate):
     lanes      that there are; never changed in place, as `aside` is not: hellos are made in a thread of their own
     aside      fixed lane that is gone -> number of an item behind which it has no fragment
     given      fixed lane -> number of its fragments that came to the sink
-    order      of the trainer; None: it has not been there yet
-    done       number of the last item that the trainer is done with
     version    policy version that the rollout acts with
     problem    why there is no trainer; "": there is one
     """
 
     def __init__(self, buffer: ResendBuffer, name: str, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
         super().__init__()
-        self.order: StreamOrder | None = None
-        self.done = self.version = 0
-        self.problem = ""
+        self.version, self.problem = 0, ""
         self.lanes = None if lanes is None else frozenset(lanes)
         self.aside: dict[int, int] = {}
         self.given: Counter[int] = Counter()
@@ -150,35 +145,37 @@ class PaceGate(LaneGate):
     @property
     def holder(self) -> str | None:
         """Name of the trainer, if the rollout waits for it; None: it does not."""
-        order = self.order
-        is_awaited = order is None or self.version < order.version or self._buffer.given > self.done
+        order, buffer = self._buffer.order, self._buffer
+        is_awaited = order is None or self.version < order["version"] or buffer.given > buffer.done
         return self._name if is_awaited else None
 
     def waits_for(self) -> Wait | None:
         """The trainer, if the rollout waits for it: one that is there holds it back, and does not stall it."""
-        if self.order is not None and not self.problem:
-            return Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
-        doing = "has not come" if self.order is None else "is gone"
+        order = self._buffer.order
+        if order is not None and not self.problem:
+            return Wait(self._name, "holds back", "has what it wants for now", mark=self._buffer.done)
+        doing = "has not come" if order is None else "is gone"
         text = f"{doing}: {self.problem}" if self.problem else doing
         return Wait(self._name, "away", text, remedy="start the trainer, or look at its address and its log")
 
     @property
     def wants_newest(self) -> bool:
         """True if fragments are to begin with the newest weights, since the trainer takes nothing that is too old."""
-        return self.order is not None and self.order.ahead is not None
+        order = self._buffer.order
+        return order is not None and order["ahead"] is not None
 
     def _lets_begin(self, lane: Any) -> bool:
         if self.lanes is not None and lane.index not in self.lanes:
             self.lanes |= {lane.index}
             self._ring()
-        order = self.order
-        if order is None or self.version < order.version:
+        order = self._buffer.order
+        if order is None or self.version < order["version"]:
             return False
-        if order.ahead is None:
+        if order["ahead"] is None:
             return True
         under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
-        kept = sum(1 for entry in self._buffer.later_than(self.done) if entry.message.lane == lane.index)
-        return under_way + kept < order.ahead
+        later = self._buffer.later_than(self._buffer.done)
+        return under_way + sum(entry.message.lane == lane.index for entry in later) < int(order["ahead"])
 
     def gone(self, lane: int, fragments: int) -> None:
         """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""

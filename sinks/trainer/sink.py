@@ -383,8 +383,8 @@ class TrainerSink:
 
     def _is_done_with_all(self) -> bool:
         """True if the trainer is done with all fragments, and has acknowledged them if it has a rollout stay."""
-        order, session = self._gate.order, self._session
-        return session.given == (session.kept if order is not None and order.stays else session.done)
+        order, session = self._session.order, self._session
+        return session.given == (session.kept if order is not None and order["stays"] else session.done)
 
     async def _follow_uplink(self) -> None:
         """Let the rollout and waiting tasks see each change of the uplink; raise the error if that has failed."""
@@ -394,8 +394,7 @@ class TrainerSink:
             bell.silence()
             if self._uplink.error is not None:
                 raise self._uplink.error
-            gate.order = self._uplink.wanted
-            gate.done, gate.version, gate.problem = self._session.done, self._version, self._uplink.problem
+            gate.version, gate.problem = self._version, self._uplink.problem
             self._send_lane_news()
             gate.look_again()
             self._notify()
@@ -430,8 +429,8 @@ class TrainerSink:
 
     def _may_take(self) -> bool:
         """True if an item may be taken; a drained run logs once why it may not."""
-        order, under_way = self._gate.order, self._session.given - self._session.done
-        if under_way < (1 if order is None else order.window) and self._session.has_room(self._sends):
+        order, under_way = self._session.order, self._session.given - self._session.done
+        if under_way < (1 if order is None else order["window"]) and self._session.has_room(self._sends):
             return True
         if self._is_draining:
             self._is_draining = False

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollflow.nodes.modules.policy_weights import from_arrays
 from rollflow.sinks.trainer.lending import FragmentLender
-from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
+from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.stream import wire
 from rollflow.stream.data.closing import ClosedOnExit
 from rollflow.stream.data.errors import WireError
@@ -46,7 +46,6 @@ class TrainerUplink:
     lender     lends items in shared memory; None: they go through the socket
     retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
 
-    wanted      how the trainer wants the stream; None: it has not been there yet
     newest      version and id of the newest weights that came from here and were taken
     goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
     problem     why there is no trainer; "": there is one
@@ -64,7 +63,6 @@ class TrainerUplink:
         lender: FragmentLender | None = None,
         retry_s: float | None = None,
     ) -> None:
-        self.wanted: StreamOrder | None = None
         self.newest: tuple[int, bytes] | None = None
         self.goodbye: str | None = None
         self.name = socket.gethostname() if name is None else name
@@ -219,8 +217,7 @@ class TrainerUplink:
                     self._lender.begin(peer.connection, peer.transport)
                 self.problem, self.goodbye, self._is_welcomed = "", None, True
             case wire.Settings():
-                self.wanted = StreamOrder(**event.settings)
-                self.session.window, self.session.needs = self.wanted.window, self.wanted.needs
+                self.session.take_order(event.settings)
             case wire.Weights():
                 self._take_weights(event)
             case wire.Done():

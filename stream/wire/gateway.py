@@ -10,7 +10,7 @@ from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import AgentRows
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
-from rollflow.stream.wire.session import GatewaySession, HostSession, TakenRequest, check_answer, form_of
+from rollflow.stream.wire.session import GatewaySession, HostSession, check_answer, form_of
 
 
 class HostConnection(Initiator):
@@ -74,11 +74,11 @@ class HostConnection(Initiator):
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 
     def _take_request(self, request: messages.Request) -> list[Event]:
-        taken = self.session.take(request)
-        if taken is TakenRequest.AGAIN:
-            answer = self.session.answer_to(request)
+        if self.session.take(request):
+            return [request]
+        if (answer := self.session.answer_to(request)) is not None:
             self._send(answer, answer.lane)
-        return [request] if taken is TakenRequest.NEW else []
+        return []
 
 
 class GatewayConnection(Acceptor):

@@ -7,7 +7,6 @@ it twice. So every request is taken once and its answer delivered once, however 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import pairwise
 from typing import Any
 
@@ -120,14 +119,6 @@ def form_of(hello: Hello) -> Any:
     return AgentForm.of(hello) if hello.role in WITH_AGENTS else RowForm.of(hello)
 
 
-class TakenRequest(Enum):
-    """Reaction of a host to a request."""
-
-    NEW = auto()  # do it
-    AGAIN = auto()  # send its answer again
-    KNOWN = auto()  # do nothing: it is being done, or was answered before the last one
-
-
 @dataclass(slots=True)
 class _Lane:
     slots: int
@@ -202,15 +193,15 @@ class HostSession(Session):
         steps = hello.role not in ROLLOUTS
         self._lanes = {grant.lane: _Lane(grant.slots, needs_reset=steps) for grant in welcome.lanes}
 
-    def take(self, request: Request) -> TakenRequest:
-        """Take a request; return the reaction to it. Raises WireError for a request that can't be made now."""
+    def take(self, request: Request) -> bool:
+        """Take a request; True if it is new, and to be done. Raises WireError for a request that can't be made now."""
         lane, where = self._lane(request.lane), f"{request.kind} {request.number} of lane {request.lane}"
         if request.number < lane.number:
-            return TakenRequest.KNOWN
+            return False
         if request.number == lane.number:
             if type(request) is not type(lane.request):
                 raise WireError(f"{where}: number {lane.number} was another kind of request", "number")
-            return TakenRequest.KNOWN if lane.answer is None else TakenRequest.AGAIN
+            return False
         if request.number > lane.number + 1:
             raise WireError(f"{where}: expected number {lane.number + 1} or less", "number")
         if lane.number and lane.answer is None:
@@ -219,7 +210,7 @@ class HostSession(Session):
             raise WireError(f"{where}: expected a reset first", "order")
         lane.number, lane.request, lane.answer = request.number, request, None
         self.owed.discard(request.lane)
-        return TakenRequest.NEW
+        return True
 
     def waits_for(self, request: Request) -> bool:
         """True if a taken request is still to be answered, and no other session has begun since."""
@@ -234,12 +225,13 @@ class HostSession(Session):
         if not isinstance(lane.request, Turn):
             lane.needs_reset = isinstance(answer, Failed)
 
-    def answer_to(self, request: Request) -> Answer:
-        """The kept answer to a request, to be sent again."""
+    def answer_to(self, request: Request) -> Answer | None:
+        """The kept answer to a request, to be sent again; None: it is being done, or was answered before the last."""
+        lane = self._lane(request.lane)
+        if lane.number != request.number:
+            return None
         self.owed.discard(request.lane)
-        answer = self._lane(request.lane).answer
-        assert answer is not None
-        return answer
+        return lane.answer
 
     def _check_resumed(self, welcome: Welcome) -> None:
         if {grant.lane for grant in welcome.lanes} != self._lanes.keys():

@@ -6,7 +6,7 @@ cut, and trainers are started again, at any step.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from property_examples import examples
 from rollflow import Fragment
 from rollflow.sinks.trainer.item_maker import Batches
 from rollflow.sinks.trainer.messages import UNKNOWN
-from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer, StreamOrder
+from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.sinks.trainer.stream import ItemRounds
@@ -92,9 +92,9 @@ class Rollout:
 
     def give(self) -> None:
         """Have the sink look at what there is."""
-        self.gate.done, self.gate.version = self.session.done, self.version
+        self.gate.version = self.version
         self.to_tell += self.gate.take_news(self.session.given)
-        window = 1 if self.gate.order is None else self.gate.order.window
+        window = 1 if self.session.order is None else self.session.window
         if self.under_way and self.session.given - self.session.done < window:
             piece = self.under_way.popleft()
             self.gate.give(piece.lane, piece.sequence)
@@ -193,18 +193,17 @@ class World:
 
     def send(self) -> None:
         """Have both ends send something."""
-        rollout, wanted = self.rollout, self.rollout.gate.order
+        rollout = self.rollout
         while rollout.to_tell:
             self.up.append(rollout.to_tell.popleft())
-        window = 0 if wanted is None else wanted.window
-        if rollout.next <= min(rollout.session.given, rollout.session.done + window):
+        if rollout.next <= min(rollout.session.given, rollout.session.done + rollout.session.window):
             self.up.append((rollout.next, rollout.pieces[rollout.next - 1]))
             rollout.next += 1
         source, version = self.trainer.source, self.trainer.version
         wants = source.session.window, source.is_awaited
         done = source.session.done, source.session.kept
         for place, (now, message) in enumerate(
-            ((wants, asdict(self.trainer.windows.order(source, version))), (version, version), (done, done))
+            ((wants, self.trainer.windows.order(source, version)), (version, version), (done, done))
         ):
             if self.told[place] != now:
                 self.told[place] = now
@@ -219,7 +218,7 @@ class World:
             return
         message, rollout = self.down.popleft(), self.rollout
         if isinstance(message, dict):
-            rollout.gate.order = StreamOrder(**message)
+            rollout.session.take_order(message)
         elif isinstance(message, int):
             rollout.version = max(rollout.version, message)
         else:

@@ -197,7 +197,7 @@ def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_o
             stream.publish(weights(1.0))
             next(batches)
             with feeding(stream.address, (2, 3), seed=1, **options) as other:
-                await_that(lambda: other.sink._gate.order)
+                await_that(lambda: other.sink._session.order)
                 steps = 2 * 8
                 stream.publish(weights(stream.version + 1.0))
                 for batch in batches:
