@@ -62,17 +62,17 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/datasets": (1950, 24),
     "sinks/learner": (76, 4),
     "sinks/replay": (2179, 32),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2666, 29),  # numbers and episodes of rollouts checked, that the trainer counts with
+    "sinks/trainer": (2639, 26),  # numbers and episodes of rollouts checked, that the trainer counts with
     "stream": (64, 0),
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1679, 13),
     "stream/fragments": (1514, 20),  # ready slots and their answers, from nodes/env; losses of agents; on a device
     "stream/graph": (2617, 40),  # tasks that read several outputs; bound calls of nodes, which may wait in them
     "stream/multi_agent": (1449, 19),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
-    "stream/net": (936, 13),  # ends of connections and sockets that listen, from nodes/env/remote
+    "stream/net": (928, 13),  # ends of connections and sockets that listen, from nodes/env/remote
     "stream/observe": (1255, 19),
-    "stream/wire": (985, 20),
-    "stream/wire/codec": (1141, 31),
+    "stream/wire": (977, 18),
+    "stream/wire/codec": (1138, 30),
 }
 PUBLIC_NAMES = {
     "rollflow": 33,  # environments of tensors; those in JAX, whose users write gymnax.make(…) beside it

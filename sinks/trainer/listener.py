@@ -12,8 +12,8 @@ from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import NUMBER
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
-from rollflow.sinks.trainer.staleness import StalenessBound
-from rollflow.sinks.trainer.stream_log import LoopTrace
+from rollflow.sinks.trainer.rounds import Rounds
+from rollflow.sinks.trainer.stream_log import StreamLog
 from rollflow.sinks.trainer.uplink import NOTHING
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text, shown
@@ -37,7 +37,8 @@ class TrainerListener:
     """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
 
     endpoint    that sources dial
-    bound       on the age of items, and on how far sources may run ahead
+    rounds      say how far sources may run ahead
+    log         has the arrival of items in its trace
 
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
@@ -47,10 +48,9 @@ class TrainerListener:
     bell       rings when any of these has changed
     error      error that has ended this; None: there is none
     weights    newest weights, for all sources
-    trace      of the loop that takes the batches
     """
 
-    def __init__(self, endpoint: Endpoint, bound: StalenessBound) -> None:
+    def __init__(self, endpoint: Endpoint, rounds: Rounds, log: StreamLog) -> None:
         self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, RolloutConnection, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
@@ -60,9 +60,8 @@ class TrainerListener:
         self.error: Exception | None = None
         self.come: set[bytes] = set()
         self.refusals = self._loop.refusals
-        self.trace = LoopTrace()
         self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
-        self.bound = bound
+        self._rounds, self._log = rounds, log
         self.weights = NewestWeights(self.wake)
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
@@ -118,7 +117,7 @@ class TrainerListener:
         with self.lock:
             self._behind.update(sources)
         stands_back = monotonic() < self._stands_back_until  # and tells them afterwards
-        waits = self.bound.ahead is not None or not stands_back
+        waits = self._rounds.ahead is not None or not stands_back
         if waits or any(source.waits_soon and source.is_connected for source in sources):
             self.serve(0)
 
@@ -142,7 +141,7 @@ class TrainerListener:
     def close(self, reason: str | None, failure: str | None = None) -> None:
         """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
         self._parting, self._failure, self._is_closing = reason, failure, True
-        self.trace.begin(None)
+        self._log.be_at(None)
         self.wake()
         if self._thread is not None:
             self._thread.join()
@@ -204,7 +203,7 @@ class TrainerListener:
         if peer.wanted != (wanted := (source.session.window, source.is_awaited)) and not source.sends_nothing:
             peer.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
-            connection.tell(wire.Settings(self.bound.order(source, version)))
+            connection.tell(wire.Settings(self._rounds.order(source, version)))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
         self._behind.add(source)
         if connection.undelivered > _MUCH and not is_last:
@@ -245,14 +244,14 @@ class TrainerListener:
                 arrived = source.read(event if peer.borrower is None else peer.borrower.fragment(event))
                 self.weights.raise_to(arrived.policy_version or 0)
                 self.arrived.append(arrived)
-                self.trace.arrives(arrived, now)
+                self._log.arrives(arrived, now)
             case wire.Metrics():
                 ((news, told),) = event.metrics.items()
                 for number in told if news == "left" else [told]:
                     NUMBER(number, news)
                 if news == "lanes":
                     source.take_lanes(told)
-                    self.bound.widen(source)
+                    self._rounds.widen(source)
                     self._behind.add(source)
                 elif news == "left":
                     source.set_aside(*told)
@@ -288,7 +287,7 @@ class TrainerListener:
                 "neither",
                 "memory",
             )
-        source.session.window, source.needs = self.bound.window_of(source)
+        self._rounds.widen(source)
         check_together(source, self.sources.values())
         self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
         peer.connection.welcome(source.session)

@@ -22,12 +22,13 @@ logger = logging.getLogger(__name__)
 _NUMBER = field.whole(0, MOST_NUMBER)
 # Settings by which a trainer wants a rollout's stream:
 #   window    items that it takes beyond the last one that it is done with
-#   ahead     fragments that a lane may have begun beyond that; 0: the trainer does not wait for the rollout yet; None: any
-#             number in the window
+#   ahead     fragments that a lane may have begun beyond that; 0: the trainer does not wait for the rollout yet;
+#             None: any number in the window
 #   version   of the newest published weights: the rollout is to act with these, or newer ones
 #   needs     number of items that the trainer has to have at a time before it is done with any
 #   stays     whether a rollout whose last fragment has come stays until all are acknowledged
 _ORDER = field.entries(window=_NUMBER, ahead=field.nullable(_NUMBER), version=_NUMBER, needs=_NUMBER, stays=field.flag)
+
 
 @dataclass(slots=True)
 class KeptItem:
@@ -175,7 +176,9 @@ class PaceGate(LaneGate):
             return True
         under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
         later = self._buffer.later_than(self._buffer.done)
-        return under_way + sum(entry.message.lane == lane.index for entry in later) < int(order["ahead"])
+        ahead: int = order["ahead"]
+        kept = sum(1 for entry in later if entry.message.lane == lane.index)
+        return under_way + kept < ahead
 
     def gone(self, lane: int, fragments: int) -> None:
         """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""

@@ -3,7 +3,7 @@
 import logging
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -14,13 +14,12 @@ import anyio.to_thread
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor, checking_keywords, places_in
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
-from rollflow.nodes.stages.rounds import one_of_each
 from rollflow.sinks.trainer.item_maker import Batches, ItemMaker, StreamReturns, Yields, check_module, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import checked_id, copied_weights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife, RolloutPeer, number_in
-from rollflow.sinks.trainer.staleness import OnExcess, StalenessBound
+from rollflow.sinks.trainer.rounds import OnExcess, Present, Rounds
 from rollflow.sinks.trainer.stream_log import MAKES, UPDATE, WAITS, StreamLog
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, shown
@@ -57,67 +56,6 @@ class Sources:
 # Keyword that a stream has not -> its place in the records that it takes.
 PLACES = places_in(watch=Watch, sources=Sources, yields=Batches)
 PLACES["fragments_per_batch"] = PLACES["fragments"]
-
-Present = Callable[[], Iterable[RolloutPeer]]  # gives the rollouts of which more may come
-
-
-class ItemRounds:
-    """Items that have come and wait, of which rounds are made: so many that came first, or one of every lane.
-
-    count       items in a round; None: one for every lane of the rollouts that are there, and what is left of others
-    by_lane     a round is one fragment of every lane, each lane's next
-
-    waiting    items that have come, oldest first
-
-    The rollouts of a round by lane are settled when it begins. One that comes meanwhile is in the next one; a lane that
-    is gone is in those for which it has given fragments.
-    """
-
-    def __init__(self, count: int | None, *, by_lane: bool) -> None:
-        self.waiting: list[ArrivedItem] = []
-        self._count, self._is_by_lane, self._has_begun = count, by_lane, False
-
-    def begin(self, present: Present, version: int) -> bool:
-        """Let the next round be of all rollouts that there are now, unless one has begun; True if there are others.
-
-        version    newest policy version, when the trainer has no batch that it may publish for
-        """
-        if not self._is_by_lane or (self._has_begun and any(source.awaited for source in present())):
-            return False
-        return any([source.join_rounds(version) for source in present()])
-
-    def joined(self, arrived: Iterable[ArrivedItem]) -> list[ArrivedItem]:
-        """Waiting items, with `arrived` added; by lane, but for those that were handed over before a restart."""
-        return [
-            *self.waiting,
-            *(each for each in arrived if not self._is_by_lane or each.number not in each.source.beyond),
-        ]
-
-    def take(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
-        """Next round, and the items that wait then; no round unless it is whole, or no rollout is present any more."""
-        if self._is_by_lane:
-            return self._take_by_lane(present)
-        size = self._size(present)
-        if len(self.waiting) < size and any(present()):
-            return [], self.waiting
-        return self.waiting[:size], self.waiting[size:]
-
-    def _take_by_lane(self, present: Present) -> tuple[list[ArrivedItem], list[ArrivedItem]]:
-        first, later = one_of_each(self.waiting, lambda each: (each.source, each.lane))
-        given = {(each.source, each.lane) for each in first}
-        awaited = {(source, lane) for source in present() for lane in source.awaited}
-        self._has_begun = not awaited <= given
-        return ([], self.waiting) if self._has_begun else (first, later)
-
-    def _size(self, present: Present) -> int:
-        """Number of items in a round."""
-        if self._count is not None:
-            return self._count
-        size = sum(source.streams for source in present())
-        if len(self.waiting) >= size and (left := {each.source for each in self.waiting}.difference(present())):
-            counts = Counter(arrived.source for arrived in self.waiting)
-            size += sum(min(source.streams, counts[source]) for source in left)
-        return max(1, size)
 
 
 class TrainerStream:
@@ -189,20 +127,12 @@ class TrainerStream:
             raise ValueError(f"on_stall is {watch.on_stall!r}, expected 'log': a trainer's stream has no stall doctor")
         self._gives_batches = batches is not None
         self._item_maker = ItemMaker(batches, module, self.metrics)
-        self._staleness = StalenessBound(
-            max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None
-        )
+        self._rounds = Rounds(max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None)
         self._join_timeout = awaited.join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last, with what was left out before
-        self._left_out: list[ArrivedItem] = []  # before the next batch, or among it: done with together with that
         self._closing, self._state = ExitStack(), "new"
-        self._listener = TrainerListener(self._endpoint, self._staleness)
-        self.log = StreamLog(
-            self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace), self._listener.trace
-        )
-        count = 1 if batches is None else batches.fragments
-        self._rounds = ItemRounds(count, by_lane=self._staleness.ahead is not None)
-        self._taken: list[ArrivedItem] = []  # together, and not handed over yet
+        self.log = StreamLog(self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace))
+        self._listener = TrainerListener(self._endpoint, self._rounds, self.log)
         self._awaited, self._acks = awaited.count, ack == "auto"
         self._has_begun = self._expects_no_more = False
 
@@ -338,7 +268,7 @@ class TrainerStream:
             raise ValueError(f"state is {shown(state)}, expected what state_dict() gave: {error!r}") from error
         self._listener.sources.update({source.session.token: source for source in sources})
         self._listener.weights.resume(version, identity)
-        self._staleness.lost = Counter(lost)
+        self._rounds.lost = Counter(lost)
         self.log.go_on_from(steps, items)
 
     @property
@@ -354,7 +284,7 @@ class TrainerStream:
     @property
     def lost(self) -> dict[str, int]:
         """Number of transitions that came and were not handed over, by cause: `max_lag`, `masked`."""
-        return dict(self._staleness.lost)
+        return dict(self._rounds.lost)
 
     @property
     def missed(self) -> int:
@@ -378,7 +308,7 @@ class TrainerStream:
         if self._state != "running":
             raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
         self._listener.open()
-        self._listener.trace.begin(WAITS)
+        self.log.be_at(WAITS)
         self._move_on()
         return WaitReminder(self._join_timeout)
 
@@ -396,83 +326,66 @@ class TrainerStream:
 
     def _be_at(self, arrived: list[ArrivedItem]) -> None:
         """Let these items be the ones that are done with next, with what was left out before."""
-        self._current, self._left_out = [*arrived, *self._left_out], []
+        self._current, self._rounds.left_out = [*arrived, *self._rounds.left_out], []
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError if no rollout comes."""
-        trace = self._listener.trace
         while True:
             arrived = self._try_take(patience)
             if not arrived:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they are taken again, and the next try raises again.
-            trace.begin(MAKES)
+            self.log.be_at(MAKES)
             try:
                 item = self._item_maker.item_of(arrived)
             finally:
-                trace.begin(WAITS)
-            del self._taken[: len(arrived)]
+                self.log.be_at(WAITS)
+            del self._rounds.taken[: len(arrived)]
             if item is not None:
                 break
             self._be_at(arrived)
             self._move_on()  # agents may wait all the while
         version = self.version
         if self._gives_batches:
-            self._staleness.mask(item, arrived, version)
+            self._rounds.mask(item, arrived, version)
         self._listener.weights.note_batch()
         self.handed = [BatchItem.of(each, version) for each in arrived]
-        trace.begin(UPDATE, arrived)
+        self.log.be_at(UPDATE, arrived)
         self.log.take(self.handed)
         self._be_at(arrived)
         return item
 
     def _try_take(self, patience: WaitReminder) -> list[ArrivedItem] | None:
-        """Items that are handed over next, which stay in `_taken`; none: they are waited for; None: no more come.
+        """Items that are handed over next, which stay taken; none: they are waited for; None: no more come.
 
         Raises RunError if no rollout comes.
         """
         while (error := self._listener.error) is None:
-            if not self._taken:
+            if not self._rounds.taken:
                 self._listener.bell.silence()
                 with self._listener.lock:
                     present = self._listener.present
                     if not self._has_looked(present, patience):
                         return []
-                    if not self._taken:
+                    if not self._rounds.taken:
                         return self._none_or_not_yet(present, patience)
-            if admitted := self._admitted():
+            if admitted := self._rounds.admitted(self._listener.weights):
                 return admitted
+            self._be_at([])
+            self._move_on()
         raise error
 
     def _has_looked(self, present: Present, patience: WaitReminder) -> bool:
         """Gather items that have come; False: not as many rollouts have come as are waited for."""
         if self._listener.arrived:
-            joined = self._rounds.joined(self._listener.arrived)
-            self._rounds.waiting, self._listener.arrived = joined, []
+            self._rounds.waiting, self._listener.arrived = self._rounds.joined(self._listener.arrived), []
             patience.restart()
         if self._rounds.begin(present, self._listener.weights.version):
             self._listener.wake()
         if not self._has_begun and not self._is_enough(present, patience):
             return False
-        self._taken, self._rounds.waiting = self._rounds.take(present)  # at once: an interrupt loses none
+        self._rounds.take(present)
         return True
-
-    def _admitted(self) -> list[ArrivedItem]:
-        """Items taken for a batch, or the first of them, but for those that are too old or left out."""
-        most, admitted = len(self._taken) if self._gives_batches else 1, list[ArrivedItem]()
-        has_published = self._listener.weights.published is not None
-        while len(admitted) < most and len(admitted) < len(self._taken):
-            arrived = self._taken[len(admitted)]
-            version = self._listener.weights.version
-            if not arrived.is_left_out and self._listener.bound.admits(arrived, version, has_published=has_published):
-                admitted.append(arrived)
-                continue
-            del self._taken[len(admitted)]
-            self._left_out.append(arrived)
-        if not admitted:
-            self._be_at([])
-            self._move_on()
-        return admitted
 
     def _is_enough(self, present: Present, patience: WaitReminder) -> bool:
         """True once as many rollouts have come as are waited for. Raises RunError if they have not in time."""

@@ -19,94 +19,86 @@ for _first, _length in {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9}.items():
 for _first in range(4):
     _FIXED[0xCC + _first] = _FIXED[0xD0 + _first] = 1 + (1 << _first)
 
-# First byte -> size of the length that follows it.
-_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_EXTS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-_CONTAINERS = {0xDC: (2, False), 0xDD: (4, False), 0xDE: (2, True), 0xDF: (4, True)}  # and whether it is a map
-_FIXED_EXTS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+# First byte of other values -> what follows is bytes, a list, a map or an ext value, whose length is in so many bytes,
+# or this where there are none.
+_BYTES, _LIST, _MAP, _EXT = 0, 1, 2, 3
+_LONG = {0x80 + length: (_MAP, 0, length) for length in range(16)}
+_LONG |= {0x90 + length: (_LIST, 0, length) for length in range(16)}
+_LONG |= {0xD4 + power: (_EXT, 0, 1 << power) for power in range(5)}
+_SIZED = {0xC4: (_BYTES, 1), 0xC7: (_EXT, 1), 0xD9: (_BYTES, 1), 0xDC: (_LIST, 2), 0xDE: (_MAP, 2)}  # and least width
+for _first, (_kind, _least) in _SIZED.items():
+    _LONG |= {_first + place: (_kind, width, 0) for place, width in enumerate((1, 2, 4)[_least - 1 :])}
 
 _IS_STRING = [0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB for first in range(256)]
-_CAN_BE_KEY = [bool(_FIXED[first]) or first in _BYTES for first in range(256)]
+_CAN_BE_KEY = [bool(_FIXED[first]) or _LONG.get(first, (_MAP,))[0] == _BYTES for first in range(256)]
 
 
 def scan(data: bytes) -> None:
     """Raise WireError unless `data` is one msgpack value within the limits, to its last byte."""
     try:
-        end = _Scan(data).values(0, 1, False, 0, 0)
+        end = _end_of(data)
     except IndexError:
         end = len(data) + 1
     if end != len(data):
-        raise WireError(
-            f"header: its {len(data)} bytes {'end inside a value' if end > len(data) else 'go on behind the value'}, "
-            "expected one msgpack value",
-            "frame",
+        raise _wrong(
+            f"its {len(data)} bytes {'end inside a value' if end > len(data) else 'go on behind the value'}, expected "
+            "one msgpack value"
         )
 
 
-class _Scan:
-    """A scanner with counts of values and of keys that are no strings."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._count = 0
-        self._other_keys = 0
-
-    def values(self, at: int, count: int, keyed: bool, depth: int, exts: int) -> int:
-        """The offset at which `count` values from `at` end; if `keyed`, every other one is a map's key."""
-        self._count += count
-        if self._count > MAX_VALUES:
-            raise WireError(f"header: more than {MAX_VALUES} values", "frame")
-        if depth > MAX_DEPTH or exts > MAX_EXT_DEPTH:
-            raise WireError(
-                f"header: more than {MAX_DEPTH} lists, maps and ext values inside each other, or {MAX_EXT_DEPTH} ext "
-                "values",
-                "frame",
+def _end_of(data: bytes) -> int:
+    """The offset at which the first value ends, with all that is in it. It is called for every message."""
+    at, count, other_keys, exts = 0, 1, 0, 0
+    left, is_map, stop = 1, False, 0  # values to come of the innermost list, map or ext value, and where an ext ends
+    outer: list[tuple[int, bool, int]] = []  # the same of those around it
+    while True:
+        while not left:
+            if stop and at != stop:
+                raise _wrong("an ext value does not hold one value up to its end")
+            if not outer:
+                return at
+            exts -= bool(stop)
+            left, is_map, stop = outer.pop()
+        left -= 1
+        first = data[at]
+        if is_map and left & 1 and not _IS_STRING[first]:
+            other_keys += 1
+            if not _CAN_BE_KEY[first]:
+                raise _wrong(f"a map's key begins with byte 0x{first:02x}, expected a plain value")
+            if other_keys > MAX_OTHER_KEYS:
+                raise _wrong(f"more than {MAX_OTHER_KEYS} keys of maps are no strings")
+        if size := _FIXED[first]:
+            at += size
+            continue
+        if first not in _LONG:
+            raise _wrong(f"byte 0x{first:02x} begins no value")
+        kind, width, length = _LONG[first]
+        at += 1 + width
+        if width:
+            length = int.from_bytes(data[at - width : at])
+        if kind == _BYTES:
+            at += length
+            continue
+        values, end = length * (1 + (kind == _MAP)), 0
+        if kind == _EXT:
+            code, at = data[at], at + 1
+            if code not in EXT_CODES:
+                raise _wrong(f"ext code {code}, expected {EXT_CODES[0]} to {EXT_CODES[-1]}")
+            values, end = 1, at + length
+            if code == ARRAY and length <= SHORT:
+                at = end
+                continue
+            exts += 1
+        outer.append((left, is_map, stop))
+        left, is_map, stop = values, kind == _MAP, end
+        count += left
+        if count > MAX_VALUES:
+            raise _wrong(f"more than {MAX_VALUES} values")
+        if len(outer) > MAX_DEPTH or exts > MAX_EXT_DEPTH:
+            raise _wrong(
+                f"more than {MAX_DEPTH} lists, maps and ext values inside each other, or {MAX_EXT_DEPTH} ext values"
             )
-        data = self._data
-        for index in range(count):
-            first = data[at]
-            if keyed and not index & 1 and not _IS_STRING[first]:
-                self._take_key(first)
-            size = _FIXED[first]
-            at = at + size if size else self._long(at, first, depth, exts)
-        return at
 
-    def _take_key(self, first: int) -> None:
-        self._other_keys += 1
-        if not _CAN_BE_KEY[first]:
-            raise WireError(f"header: a map's key begins with byte 0x{first:02x}, expected a plain value", "frame")
-        if self._other_keys > MAX_OTHER_KEYS:
-            raise WireError(f"header: more than {MAX_OTHER_KEYS} keys of maps are no strings", "frame")
 
-    def _long(self, at: int, first: int, depth: int, exts: int) -> int:
-        """The offset at which a value ends that has a length, or contains values; its first byte is before `at`."""
-        at += 1
-        if first < 0x90:
-            return self.values(at, 2 * (first & 15), True, depth + 1, exts)
-        if first < 0xA0:
-            return self.values(at, first & 15, False, depth + 1, exts)
-        if first in _BYTES:
-            return self._number(at, _BYTES[first]) + at + _BYTES[first]
-        if first in _CONTAINERS:
-            width, is_map = _CONTAINERS[first]
-            return self.values(at + width, self._number(at, width) * (1 + is_map), is_map, depth + 1, exts)
-        if first in _FIXED_EXTS:
-            return self._ext(at, _FIXED_EXTS[first], depth, exts)
-        if first in _EXTS:
-            width = _EXTS[first]
-            return self._ext(at + width, self._number(at, width), depth, exts)
-        raise WireError(f"header: byte 0x{first:02x} begins no value", "frame")
-
-    def _ext(self, at: int, length: int, depth: int, exts: int) -> int:
-        code = self._data[at]
-        if code not in EXT_CODES:
-            raise WireError(f"header: ext code {code}, expected {EXT_CODES[0]} to {EXT_CODES[-1]}", "frame")
-        end = at + 1 + length
-        if code == ARRAY and length <= SHORT:
-            return end
-        if self.values(at + 1, 1, False, depth + 1, exts + 1) != end:
-            raise WireError(f"header: an ext value of {length} bytes does not hold one value", "frame")
-        return end
-
-    def _number(self, at: int, width: int) -> int:
-        return int.from_bytes(self._data[at : at + width])
+def _wrong(text: str) -> WireError:
+    return WireError(f"header: {text}", "frame")

@@ -33,7 +33,7 @@ from rollflow.sinks import Batches
 from rollflow.sinks.trainer.messages import layout_told
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.sinks.trainer.stream import ItemRounds
+from rollflow.sinks.trainer.rounds import Rounds
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Done, Fragment, Limits, ReceiverSession
@@ -71,14 +71,20 @@ def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
         source.set_aside(3, 0)
 
 
-def taken_of(rounds: ItemRounds, *present: RolloutPeer) -> list[int]:
+def rounds_of(count: int | None) -> Rounds:
+    """Rounds of so many items, or of one for every lane that is there; of 0, rounds that have one of every lane."""
+    return Rounds(0 if count == 0 else None, "drop" if count != 0 else "pace", batches=Batches(fragments=count or None))
+
+
+def taken_of(rounds: Rounds, *present: RolloutPeer) -> list[int]:
     """Have a round taken of what waits: the numbers of its items."""
-    taken, rounds.waiting = rounds.take(lambda: present)
+    rounds.take(lambda: present)
+    taken, rounds.taken = rounds.taken, []
     return [item.number for item in taken]
 
 
 def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
-    rounds = ItemRounds(None, by_lane=False)
+    rounds = rounds_of(None)
     large, small = RolloutPeer(ReceiverSession(bytes(16))), RolloutPeer(ReceiverSession(bytes(range(16))))
     large.take_lanes(8)
     small.take_lanes(1)
@@ -91,23 +97,23 @@ def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> N
 
 
 def test_rounds_are_taken_that_are_whole() -> None:
-    rounds, source = ItemRounds(2, by_lane=False), RolloutPeer(ReceiverSession(bytes(16)))
+    rounds, source = rounds_of(2), RolloutPeer(ReceiverSession(bytes(16)))
     items = [ArrivedItem(source, number, {}, None) for number in range(1, 8)]
     rounds.waiting = rounds.joined(items[:5])
     assert [taken_of(rounds, source) for _ in range(3)] == [[1, 2], [3, 4], []]
     rounds.waiting = rounds.joined(items[5:])
     assert [taken_of(rounds, source), taken_of(rounds), taken_of(rounds)] == [[5, 6], [7], []]  # nothing more comes
-    rounds, lanes = ItemRounds(1, by_lane=True), (2, 0, 2, 1, 0)
+    rounds, lanes = rounds_of(0), (2, 0, 2, 1, 0)
     items = [ArrivedItem(source, n, Mock(spec=RolloutFragment, lane=lane), None) for n, lane in enumerate(lanes)]
     rounds.waiting = rounds.joined(items)
     assert [taken_of(rounds, source), taken_of(rounds, source)] == [[0, 1, 3], [2, 4]]  # as they came
 
 
-@pytest.mark.parametrize(("count", "by_lane"), [(2, False), (None, False), (1, True)], ids=["2", "lanes", "rounds"])
-def test_an_interrupt_while_items_are_taken_loses_none(count: int | None, by_lane: bool) -> None:
+@pytest.mark.parametrize("count", [2, None, 0], ids=["2", "lanes", "rounds"])
+def test_an_interrupt_while_items_are_taken_loses_none(count: int | None) -> None:
     """The interrupt comes before each line in turn."""
     lines = 1
-    while _is_interrupted(ItemRounds(count, by_lane=by_lane), lines):
+    while _is_interrupted(rounds_of(count), lines):
         lines += 1
     assert lines > 20
 
@@ -122,7 +128,7 @@ def source_of(stream: TrainerStream, *items: Any) -> RolloutPeer:
     return source
 
 
-def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
+def _is_interrupted(rounds: Rounds, lines: int) -> bool:
     """Take items, and have an interrupt come before a line; False: there are fewer."""
     stream = trainer()
     source, door = source_of(stream, *[{}] * 4), stream._listener
@@ -131,7 +137,7 @@ def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith("trainer/stream.py"):
+        if not frame.f_code.co_filename.endswith(("trainer/stream.py", "trainer/rounds.py")):
             return None
         left -= event == "line"
         if not left:
@@ -146,7 +152,7 @@ def _is_interrupted(rounds: ItemRounds, lines: int) -> bool:
     door.arrived += [ArrivedItem(source, number, {}, None) for number in range(5, 7)]
     while items := stream._try_take(WaitReminder(None)):
         taken += [item.number for item in items]
-        stream._taken.clear()
+        rounds.taken.clear()
     assert taken == [1, 2, 3, 4, 5, 6]
     door.close(None)
     return left <= 0
@@ -156,7 +162,7 @@ def test_what_is_left_out_before_a_batch_that_fails_is_done_with_together_with_t
     with trainer() as stream:
         source = source_of(stream, *(Mock(spec=RolloutFragment, lane=0, is_empty=each) for each in (True, False)))
         stream._item_maker = Mock(**{"item_of.side_effect": RunError("none")})
-        stream._rounds = ItemRounds(2, by_lane=False)
+        stream._rounds = rounds_of(2)
         for _ in range(2):
             with pytest.raises(RunError, match="none"):
                 stream._try_next(WaitReminder(None))

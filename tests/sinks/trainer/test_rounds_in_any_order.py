@@ -18,8 +18,7 @@ from rollflow.sinks.trainer.item_maker import Batches
 from rollflow.sinks.trainer.messages import UNKNOWN
 from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.sinks.trainer.staleness import StalenessBound
-from rollflow.sinks.trainer.stream import ItemRounds
+from rollflow.sinks.trainer.rounds import Rounds
 from rollflow.stream.wire import Done, ReceiverSession
 
 TOKEN = bytes(16)
@@ -119,8 +118,7 @@ class Trainer:
         done, beyond, self.version = saved
         self.source = RolloutPeer(ReceiverSession(TOKEN, done))
         self.source.beyond = beyond
-        self.rounds, self.max_lag = ItemRounds(1, by_lane=True), max_lag
-        self.windows = StalenessBound(max_lag, "pace", batches=Batches(), prefetch=0)
+        self.rounds = Rounds(max_lag, "pace", batches=Batches(), prefetch=0)
         self.holds: list[ArrivedItem] = []
         self.has_published = True
 
@@ -128,7 +126,7 @@ class Trainer:
         """Take a hello."""
         self.source.rollout = replace(UNKNOWN, aside=[*aside.items()])
         self.source._introduce_lanes(lanes)
-        self.source.session.window, self.source.needs = self.windows.window_of(self.source)
+        self.rounds.widen(self.source)
         self.source.life = PeerLife.HERE
         self.is_first = True
 
@@ -152,7 +150,8 @@ class Trainer:
             self.source.move_on(arrived.number)
             self.source.keep()
         self.rounds.begin(lambda: [self.source], self.version)
-        self.holds, self.rounds.waiting = self.rounds.take(lambda: [self.source])
+        self.rounds.take(lambda: [self.source])
+        self.holds, self.rounds.taken = self.rounds.taken, []
         self.has_published = False
         return self.holds
 
@@ -203,7 +202,7 @@ class World:
         wants = source.session.window, source.is_awaited
         done = source.session.done, source.session.kept
         for place, (now, message) in enumerate(
-            ((wants, self.trainer.windows.order(source, version)), (version, version), (done, done))
+            ((wants, self.trainer.rounds.order(source, version)), (version, version), (done, done))
         ):
             if self.told[place] != now:
                 self.told[place] = now

@@ -240,8 +240,8 @@ def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = T
     taken: dict[int, list[int]] = {}
     for number, batch in enumerate(stream):
         assert number < 500
-        if stream._staleness.max_lag is not None:
-            assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - stream._staleness.max_lag
+        if stream._rounds.max_lag is not None:
+            assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - stream._rounds.max_lag
         for each in stream.handed:
             taken.setdefault(each.lane, []).append(each.sequence)
         lanes = [each.lane for each in stream.handed]
