@@ -41,93 +41,76 @@ def _allowed(package: str) -> str:
     return package
 
 
-def add_protection(parser: argparse.ArgumentParser, prefix: str = "") -> None:
-    """Add the arguments that `secret_of` and `tls_of` read; `prefix` begins their names."""
-    add_secret(parser, "the secret that both sides must know", prefix)
-    for name, options in (
-        ("tls", {"action": "store_true", "help": "encrypt; the other side's certificate is checked"}),
-        ("tls-ca", {"metavar": "FILE", "help": "whose certificates are good; without it, the system's"}),
-        ("tls-cert", {"metavar": "FILE", "help": "this side's certificate, and maybe its key"}),
-        ("tls-key", {"metavar": "FILE", "help": "its key, where it is in a file of its own"}),
-    ):
-        added: dict[str, Any] = options
-        parser.add_argument(f"--{prefix}{name}", **added)
-
-
-def add_secret(parser: argparse.ArgumentParser, meaning: str, prefix: str = "") -> None:
-    """Add the arguments that `secret_of` reads; `prefix` begins their names."""
+def add_secret(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add the arguments that `secret_of` reads."""
     secret = parser.add_mutually_exclusive_group()
-    secret.add_argument(f"--{prefix}secret-file", type=Path, metavar="FILE", help=meaning)
-    secret.add_argument(f"--{prefix}secret-env", metavar="VARIABLE", help="the same, in a variable of the environment")
+    secret.add_argument("--secret-file", type=Path, metavar="FILE", help=meaning)
+    secret.add_argument("--secret-env", metavar="VARIABLE", help="the same, in a variable of the environment")
 
 
-def _given(args: argparse.Namespace, prefix: str, name: str) -> Any:
-    """The value of an argument that `add_protection` has added."""
-    return getattr(args, f"{prefix}{name}".replace("-", "_"))
-
-
-def secret_of(args: argparse.Namespace, prefix: str = "") -> str | None:
+def secret_of(args: argparse.Namespace) -> str | None:
     """The secret in the file, or in the variable, which is taken away: environments that a host starts see none.
 
     Raises ValueError if it can't be read, or is empty.
     """
-    variable, option = _given(args, prefix, "secret-env"), f"--{prefix}secret-env"
+    variable, file = args.secret_env, args.secret_file
     if variable is not None:
         taken = os.environ.pop(variable, "").strip()
         if not taken:
-            raise ValueError(f"{option} {variable}: no such variable, or an empty one, expected a secret")
+            raise ValueError(f"--secret-env {variable}: no such variable, or an empty one, expected a secret")
         return taken
-    file, option = _given(args, prefix, "secret-file"), f"--{prefix}secret-file"
     if file is None:
         return None
     try:
         secret: str = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{option} {file}: {problem}, expected a file of text") from error
+        raise ValueError(f"--secret-file {file}: {problem}, expected a file of text") from error
     if not secret:
-        raise ValueError(f"{option} {file} is empty, expected a secret")
+        raise ValueError(f"--secret-file {file} is empty, expected a secret")
     return secret
 
 
-def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool) -> ssl.SSLContext | None:
+def tls_of(args: argparse.Namespace, *, listens: bool) -> ssl.SSLContext | None:
     """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError if they make none.
 
     listens    whether this side waits for the other one
     """
-    files = {name: _given(args, prefix, name) for name in ("tls-ca", "tls-cert", "tls-key")}
-    if not _given(args, prefix, "tls"):
-        useless = [name for name, file in files.items() if file is not None]
-        if useless:
-            raise ValueError(f"--{prefix}{useless[0]} without --{prefix}tls, expected both")
+    files = {"tls-ca": args.tls_ca, "tls-cert": args.tls_cert, "tls-key": args.tls_key}
+    given = {name: file for name, file in files.items() if file is not None}
+    if not args.tls:
+        for name in given:
+            raise ValueError(f"--{name} without --tls, expected both")
         return None
-    if listens and files["tls-cert"] is None:
+    if listens and args.tls_cert is None:
         raise ValueError("--tls with --listen, expected --tls-cert as well")
-    for name, file in files.items():
-        if file is not None and not Path(file).is_file():
-            raise ValueError(f"--{prefix}{name} {file}: there is no such file")
+    for name, file in given.items():
+        if not Path(file).is_file():
+            raise ValueError(f"--{name} {file}: there is no such file")
     context = ssl.create_default_context(
-        ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=files["tls-ca"]
+        ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=args.tls_ca
     )
-    if listens and files["tls-ca"] is not None:
+    if listens and args.tls_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
-    if files["tls-cert"] is not None:
-        certificate, key = files["tls-cert"], files["tls-key"]
+    if args.tls_cert is not None:
         try:
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(args.tls_cert, args.tls_key)
         except OSError as error:  # ssl.SSLError is one
             raise ValueError(
-                f"--{prefix}tls-cert {certificate} with --{prefix}tls-key {key}: {error}; expected PEM files that match"
+                f"--tls-cert {args.tls_cert} with --tls-key {args.tls_key}: {error}; expected PEM files that match"
             ) from error
     return context
 
 
 def add_link(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a connection with another process, which `link_of` reads."""
-    add_protection(parser)
-    parser.add_argument(
-        "--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)"
-    )
+    add_secret(parser, "the secret that both sides must know")
+    add = parser.add_argument
+    add("--tls", action="store_true", help="encrypt; the other side's certificate is checked")
+    add("--tls-ca", metavar="FILE", help="whose certificates are good; without it, the system's")
+    add("--tls-cert", metavar="FILE", help="this side's certificate, and maybe its key")
+    add("--tls-key", metavar="FILE", help="its key, where it is in a file of its own")
+    add("--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)")
 
 
 def link_of(args: argparse.Namespace, *, listens: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
-    "cli": (1217, 4),  # filmed environments, from nodes/env
+    "cli": (1139, 3),  # filmed environments, from nodes/env
     "nodes": (165, 0),  # keywords checked in one place
     "nodes/connectors": (602, 7),  # named pieces, which stood in alpha and in pipelines; bases of pieces by kind
     "nodes/connectors/alpha": (464, 19),  # a connector that normalizes is not found as one that clips
@@ -56,7 +56,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/rollout": (1607, 21),  # columns on a device; words of other engines; slots apart; JaxEnvs by name
     "nodes/stages": (1979, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
-    "policy/serving": (887, 21),
+    "policy/serving": (873, 21),
     "rollflow": (104, 0),  # two public names more
     "sinks": (83, 1),  # the locked folder of replays and datasets
     "sinks/datasets": (1950, 24),

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -25,7 +25,7 @@ from rollflow.policy.serving.request import (
     SessionLostError,
     UnknownPolicyError,
 )
-from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.system import require_packages
 from rollflow.stream.data.tree import stack_trees, tree_at
 
@@ -395,26 +395,6 @@ class Shelf:
             self._versions.setdefault(name, {})[version] = batcher
         _log.info("policy '%s': version %s takes what begins", name, version)
 
-    def publish(self, weights: Mapping[str, Any], version: int, name: str | None = None) -> list[str]:
-        """Have the newest versions of policies act with a trainer's weights; the policies' names.
-
-            weights    a `state_dict()`; of several modules one with names `module id/name`
-            version    policy version, which answers have
-            name       of a policy; None: the only one, or of several those whose names are ids of modules
-
-        Raises UnknownPolicyError, and ModuleError for weights that are not the module's.
-        """
-        named = {each: _part_of(weights, each) for each in self.names if name in (None, each)}
-        parts = {each: part for each, part in named.items() if part}
-        if not parts and len(named) > 1:
-            raise ModuleError(
-                f"weights are named {', '.join(list(weights)[:4])}, and several policies are served: "
-                f"{', '.join(named)}; expected names such as '{next(iter(named))}/…', or name='{next(iter(named))}'"
-            )
-        for each in parts or [name or next(iter(named), "")]:
-            self.newest(each).publish(parts.get(each, weights), version)
-        return list(parts) or list(named)
-
     def submit(self, name: str, request: ActRequest, version: str | None = None) -> None:
         """Have a request answered, by the version asked for or by the session's own.
 
@@ -472,12 +452,6 @@ class Shelf:
                         return batcher
                     batcher.book.leave(session)  # it may begin with another version
         return list(versions.values())[-1]
-
-
-def _part_of(weights: Mapping[str, Any], module_id: str) -> dict[str, Any]:
-    """The weights of one of several modules; empty if there are none."""
-    begin = f"{module_id}/"
-    return {name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)}
 
 
 class WatchedPolicy:

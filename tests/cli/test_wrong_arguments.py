@@ -64,11 +64,6 @@ WRONG = [
     ("record", "--policy nowhere", "there is no policy at nowhere"),
     ("record", "--episodes 0", "--episodes 0 --num-envs 8, expected 1 or more of each"),
     ("serve", "=x", "policy '=x', expected PATH or NAME=PATH"),
-    ("serve", "--follow other=unix:/x", "no policy 'other' is served"),
-    ("serve", "--follow shm:/x --follow-tls", "memory is not encrypted, expected tls=None"),
-    ("serve", "--follow-secret-file {tmp}/key", "are for --follow ADDRESS"),
-    ("serve", "--follow unix:/x --follow-tls-ca x", "--follow-tls-ca without --follow-tls, expected both"),
-    ("serve", "--follow unix:/x --follow-tls --follow-tls-ca {tmp}/x", "--follow-tls-ca {tmp}/x: there is no"),
     # replays and datasets
     ("replay-host", "--min-size 5", "expected --ratio as well"),
     ("replay-host", "--replay collections:OrderedDict", "has made a OrderedDict, expected a Replay"),

@@ -97,12 +97,12 @@ def test_new_weights_act_from_the_next_pass_on() -> None:
     front, policy = Taking(), policy_of(Echo)
     batcher = batcher_of(policy)
     made = []
-    for offset in (0.0, 5.0):
+    for offset, given in ((0.0, None), (5.0, 70)):
         weights = {name: value * 0 + offset for name, value in policy.module.state_dict().items()}
-        version = batcher.publish(weights)
+        version = batcher.publish(weights, given)
         batcher.submit(front.request(1.0, "a"))
         answer: Any = front.take()["a"]
-        made.append((answer.action[1], answer.weights == version))
+        made.append((answer.action[1], answer.weights == version == (given or 1)))
     batcher.close()
     assert made == [(0.0, True), (5.0, True)]
 
