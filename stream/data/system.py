@@ -75,9 +75,6 @@ class _ReadPoll:
         assert events == POLLIN
         self._fds.add(fd)
 
-    def unregister(self, fd: int) -> None:
-        self._fds.remove(fd)
-
     def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
         ready, _, _ = select.select(list(self._fds), [], [], None if timeout_ms is None else timeout_ms / 1e3)
         return [(fd, POLLIN) for fd in ready]

@@ -1,6 +1,6 @@
 """Background nodes, which work in other threads, processes or hosts, and the two ways to wait for them.
 
-`Waiter` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
+`wait_for_any` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,39 +37,22 @@ class AtWork:
             meter.end_work(now)
 
 
-class Waiter:
-    """Blocks a thread until a background node has completed something.
+def wait_for_any(nodes: Iterable[tuple[Background, NodeMeter]], bell: Wakeup) -> None:
+    """Block until a node that has items in flight has completed something, its patience is over, or a bell rings.
 
-    nodes    nodes and their meters; the time counts for nodes with items in flight
-    bell     also ends a wait, and is then silenced
+    nodes    nodes and their meters; the time counts for those that are waited for
+    bell     is silenced
     """
-
-    def __init__(self, nodes: Sequence[tuple[Background, NodeMeter]], bell: Wakeup) -> None:
-        self._nodes, self._bell = nodes, bell
-        self._poll = make_poll()
-        self._listens = {node.fileno(): False for node, _ in nodes if node.fileno() >= 0}
-        self._poll.register(bell.fileno(), POLLIN)
-
-    def wait(self) -> None:
-        """Block until a node has completed something, its patience is over, or a bell rings."""
-        # Nodes without items in flight are not polled: nobody reads their descriptors now, so every wait would end.
-        for node, _ in self._nodes:
-            self._listen(node.fileno(), bool(node.in_flight))
-        awaited = [(node, meter) for node, meter in self._nodes if node.in_flight]
-        least = least_patience(node for node, _ in awaited)
-        with AtWork([meter for _, meter in awaited]):
-            ready = self._poll.poll(None if least is None else least * 1e3)
-        if any(fd == self._bell.fileno() for fd, _ in ready):
-            self._bell.silence()
-
-    def _listen(self, fd: int, listens: bool) -> None:
-        if self._listens.get(fd, listens) == listens:
-            return
-        self._listens[fd] = listens
-        if listens:
-            self._poll.register(fd, POLLIN)
-        else:
-            self._poll.unregister(fd)
+    # Nobody reads the descriptors of the other nodes now, so every wait would end.
+    awaited, poll = [(node, meter) for node, meter in nodes if node.in_flight], make_poll()
+    poll.register(bell.fileno(), POLLIN)
+    for node, _ in awaited:
+        if (fd := node.fileno()) >= 0:
+            poll.register(fd, POLLIN)
+    least = least_patience(node for node, _ in awaited)
+    with AtWork([meter for _, meter in awaited]):
+        poll.poll(None if least is None else least * 1e3)
+    bell.silence()
 
 
 def least_patience(nodes: Iterable[Background]) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import GraphError, RunError
-from rollflow.stream.graph.background import Waiter
+from rollflow.stream.graph.background import wait_for_any
 from rollflow.stream.graph.chain import CallMark, Chain
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.graph import Graph
@@ -43,7 +43,6 @@ class InlineRun:
         self.chain = Chain(graph, graph.flow_order(), self.counters.nodes, mark)
         self.counters.chains.append(self.chain)
         self.bell, self._is_answering = Wakeup(), is_answering
-        self._waiter = Waiter(self.chain.background, self.bell)
         self._state = "new"
         self._is_interrupted = False
         self._steps: Iterator[None] | None = None  # over the outputs of the nodes' `start` or `finish`
@@ -88,7 +87,7 @@ class InlineRun:
             elif chain.parked and chain.unpark():
                 continue
             elif (chain.background and chain.in_flight) or (chain.parked and self._is_answering):
-                self._waiter.wait()
+                wait_for_any(self.chain.background, self.bell)
                 if self._is_answering:
                     break
             elif chain.parked or self._state == "finished":
@@ -129,7 +128,7 @@ class InlineRun:
         chain.hasten()
         while chain.in_flight:
             if not chain.collect() and chain.in_flight:
-                self._waiter.wait()
+                wait_for_any(self.chain.background, self.bell)
             chain.give_up()
             yield
         yield from chain.finish()

@@ -12,7 +12,7 @@ from held_envs import await_that
 
 from rollflow import Watch
 from rollflow.stream import Report
-from rollflow.stream.graph.background import Waiter
+from rollflow.stream.graph import inline_run
 
 OPTIONS: Any = {"fragment_length": 8, "num_fragments": 1, "seed": 0, "watch": Watch(stall_after=None)}
 
@@ -76,12 +76,12 @@ def await_end_of(rollout: Any, lane: int) -> None:
 
 def stalling(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set once a run waits though no environment is under way: it can't go on by itself."""
-    can_not_go_on, wait = threading.Event(), Waiter.wait
+    can_not_go_on, wait = threading.Event(), inline_run.wait_for_any
 
-    def waited(self: Waiter) -> None:
-        if not any(node.in_flight for node, _ in self._nodes):
+    def waited(nodes: Any, bell: Any) -> None:
+        if not any(node.in_flight for node, _ in nodes):
             can_not_go_on.set()
-        wait(self)
+        wait(nodes, bell)
 
-    monkeypatch.setattr(Waiter, "wait", waited)
+    monkeypatch.setattr(inline_run, "wait_for_any", waited)
     return can_not_go_on

@@ -22,7 +22,7 @@ from rollflow.nodes.connectors.common.batches import TensorToNumpy
 from rollflow.nodes.env.environments import Environments
 from rollflow.stream import ColumnError, ConnectorError, EnvError, GraphError, Inlet, LagError, ModuleError, RunError
 from rollflow.stream.data.tree import leaves_of
-from rollflow.stream.graph.background import Waiter
+from rollflow.stream.graph import inline_run
 
 
 class Policy(RLModule):
@@ -242,13 +242,13 @@ async def test_nothing_is_left_open_of_an_asynchronous_loop() -> None:
 
 
 def test_a_rollout_runs_ahead_by_what_prefetch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    can_not_go_on, wait = threading.Event(), Waiter.wait
+    can_not_go_on, wait = threading.Event(), inline_run.wait_for_any
 
-    def waited(self: Waiter) -> None:
+    def waited(nodes: Any, bell: Any) -> None:
         can_not_go_on.set()
-        wait(self)
+        wait(nodes, bell)
 
-    monkeypatch.setattr(Waiter, "wait", waited)
+    monkeypatch.setattr(inline_run, "wait_for_any", waited)
     with numbered(4, prefetch=2) as rollout:
         batches = iter(rollout.batches())
         next(batches)

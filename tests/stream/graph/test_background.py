@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.stream.graph.background import Waiter
+from rollflow.stream.graph.background import wait_for_any
 from rollflow.stream.graph.meter import NodeMeter
 from rollflow.stream.graph.wakeup import Wakeup
 
@@ -31,13 +31,12 @@ class Elsewhere:
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_only_nodes_with_items_in_flight_end_a_wait(in_flight: int) -> None:
     node, bell = Elsewhere(), Wakeup()
-    waiter = Waiter([(node, NodeMeter("elsewhere"))], bell)
     for flies in (1 - in_flight, in_flight):
         node.in_flight = flies
         waited = threading.Event()
 
         def wait(waited: threading.Event = waited) -> None:
-            waiter.wait()
+            wait_for_any([(node, NodeMeter("elsewhere"))], bell)
             waited.set()
 
         thread = threading.Thread(target=wait)
