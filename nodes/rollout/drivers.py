@@ -1,6 +1,5 @@
-"""Drivers that run a rollout's ring, in its reader's thread or in one of its own, and the doctor that watches it."""
+"""The driver of a rollout's ring, in its reader's thread or in one of its own, and the doctor that watches it."""
 
-import abc
 import logging
 import signal
 import threading
@@ -35,25 +34,71 @@ _KEPT = 101  # times of the reader, of which the median is told
 _NODES_CLOSE_S = 10.0  # nodes have limits of their own, as for worker processes
 
 
-class _RingDriver(abc.ABC):
-    """Runs a ring. One thread asks for fragments; any may close it."""
+class Driver:
+    """Runs a ring. One thread asks for fragments; any may close it.
 
-    def __init__(self, credits: FragmentCredits, run: InlineRun) -> None:
-        self.run, self._credits = run, credits
-        self._fragments: deque[Any] = deque()  # the last is None once there are no more
-        # Of the ring's thread; whoever raises one keeps no reference to it.
-        self._errors: list[BaseException] = []
+    has_thread    whether the ring runs in a thread of its own, and may go on while the reader is at work; else in the
+                  reader's, whenever that asks for a fragment
+
+    A stall ends a wait for threads, workers or hosts at once. In the main thread it breaks off a call as Ctrl-C would,
+    if that has Python's own handler. Any other call in the reader's thread raises the error once it returns.
+    """
+
+    def __init__(self, ring: Graph, credits: FragmentCredits, *, has_thread: bool) -> None:
+        self.run, self._credits = InlineRun(ring, is_answering=has_thread), credits
+        self._fragments: deque[Any] = deque()  # of a thread the last is None once there are no more
         self._stalled: StallError | None = None
         self._is_closed = False
+        # Of a ring in the reader's thread.
+        self._driving = 0  # thread that drives the run now; 0: none
+        self._breaking = threading.Lock()  # held while `_driving` is cleared, or is broken off
+        self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
+        self._is_left = False
+        # Of a ring in its own.
+        self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True) if has_thread else None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._errors: list[BaseException] = []  # whoever raises one keeps no reference to it
+        self._has_stopped = threading.Event()
+        self._arrived = threading.Event()
+        self._news: Wakeup | None = None  # for a reader in an event loop
+        self._put_at = 0  # when a fragment came that the reader waited for, in ns
+        self._reader = 0  # thread of the reader in an event loop
 
-    def look(self) -> Look | None:
-        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
-        return self.run.look()
+    def start(self) -> None:
+        """Start the thread; else have the environments reset, and the first actions made.
+
+        Raises RunError if it was closed meanwhile.
+        """
+        if self._thread is not None:
+            self._thread.start()
+            return
+        with self._at_work:
+            self._drive(self.run.__enter__)
+            if self._is_left:
+                self._end()
+        if self._is_closed:
+            raise RunError("the rollout was closed while its environments were being reset")
 
     def next(self) -> Any:
         """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
+        with self._at_work:
+            with self.run.counters.caller.waits():
+                self._await()
+            return self._take()
+
+    async def next_async(self) -> Any:
+        """The next fragment, for a reader in an event loop, which a ring in its thread holds up while it works."""
+        if self._thread is None:
+            await anyio.lowlevel.checkpoint()
+            return self.next()
+        news = self._news = self._news or Wakeup()
+        self._reader = get_ident()
         with self.run.counters.caller.waits():
-            self._await()
+            await anyio.lowlevel.checkpoint()
+            news.silence()
+            while not self._fragments:
+                await anyio.wait_readable(news.fileno())
+                news.silence()
         return self._take()
 
     def release(self, lanes: Sequence[int]) -> None:
@@ -64,13 +109,49 @@ class _RingDriver(abc.ABC):
         """Stop the environments; `next` gives what is left."""
         self._command(self.run.finish)
 
-    @abc.abstractmethod
-    def _command(self, command: Callable[[], None]) -> None:
-        """Have a function called in the ring's thread."""
+    def look(self) -> Look | None:
+        """What every stage does right now, for the stall doctor; None: it does not run. From any thread.
 
-    @abc.abstractmethod
-    def _await(self) -> None:
-        """Wait until there is a fragment, or no more come."""
+        A reader may wait for an event loop that something holds up.
+        """
+        look, caller = self.run.look(), self.run.counters.caller
+        if look is None or not (self._reader and self._fragments and caller.is_waiting):
+            return look
+        held = loop_held_up("a task or a callback", self._put_at, max(caller.items, 1), self._reader)
+        reader = replace(look.waits[CALLER], on=(held.name,))
+        return replace(look, waits={**look.waits, CALLER: reader, held.name: held})
+
+    def end_stalled(self, error: StallError) -> None:
+        """Have `next` raise this error, as soon as it can. From any thread."""
+        if self._thread is not None:
+            self._stalled = error
+            self._put(None)
+            return
+        with self._breaking:
+            if not self._driving:
+                return
+            self._stalled = error
+            self.run.interrupt()
+            is_in_main_thread = self._driving == threading.main_thread().ident
+            raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if is_in_main_thread and raises and self.run.chain.mark[1] >= 0:  # in a call
+                signal.pthread_kill(self._driving, signal.SIGINT)
+
+    def close(self, error: BaseException | None) -> None:
+        """Have the ring stop, once it is done with the item that it is at, and close the nodes.
+
+        A thread is waited for, and what nobody has seen is raised. If an environment or the module hangs, a thread is
+        left behind, and the reader's closes the nodes when it comes back, which is logged.
+        """
+        if self._thread is None:
+            self._close_here()
+        elif not self._is_closed:
+            self._close_thread(self._thread, error)
+
+    def close_news(self) -> None:
+        """Close what tells a reader in an event loop of fragments. In that loop, once closed."""
+        if self._news is not None and not self.run.counters.caller.is_waiting:
+            self._news.close()
 
     def _take(self) -> Any:
         if self._stalled is not None:
@@ -90,35 +171,13 @@ class _RingDriver(abc.ABC):
         counters.caller.items += 1
         return fragment
 
-
-class InlineDriver(_RingDriver):
-    """Runs the ring in the reader's thread, whenever it asks for a fragment.
-
-    A stall ends a wait for threads, workers or hosts at once. It breaks off a call in the main thread as Ctrl-C would,
-    if that has Python's own handler. Any other call raises the error once it returns.
-    """
-
-    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
-        super().__init__(credits, InlineRun(ring))
-        self._reader = 0  # thread that drives the run now; 0: none
-        self._reading = threading.Lock()  # held while `_reader` is cleared, or is broken off
-        self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
-        self._is_left = False
-
-    def start(self) -> None:
-        """Have the environments reset, and the first actions made. Raises RunError if it was closed meanwhile."""
-        with self._at_work:
-            self._drive(self.run.__enter__)
-            if self._is_left:
-                self._end()
-        if self._is_closed:
-            raise RunError("the rollout was closed while its environments were being reset")
-
-    def next(self) -> Any:
-        with self._at_work:
-            return super().next()
-
     def _await(self) -> None:
+        """Wait until there is a fragment, or no more come."""
+        if self._thread is not None:
+            while not self._fragments:
+                self._arrived.wait()
+                self._arrived.clear()
+            return
         try:
             if not self._fragments and not self._is_closed:
                 self._fragments.extend(fragment for _, fragment in self._drive(self.run.next_outputs))
@@ -126,49 +185,35 @@ class InlineDriver(_RingDriver):
             if self._is_left:
                 self._end()
 
-    async def next_async(self) -> Any:
-        """The next fragment; it holds up the event loop while the ring works."""
-        await anyio.lowlevel.checkpoint()
-        return self.next()
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have a function called in the ring's thread."""
+        if self._thread is None:
+            command()
+        elif not self._is_closed:
+            self._commands.append(command)
+            self.run.bell.ring()
+
+    # In the reader's thread
 
     def _drive(self, function: Callable[[], T]) -> T:
         """Call a function of the run. Raises the StallError that ends it."""
-        self._reader = threading.get_ident()
+        self._driving = get_ident()
         try:
             try:
                 result = function()
             finally:
-                with self._reading:
-                    self._reader = 0
+                with self._breaking:
+                    self._driving = 0
         except (Exception, KeyboardInterrupt) as error:
             if self._stalled is None:
                 raise
-            self._reader = 0
+            self._driving = 0
             raise self._stalled from None if isinstance(error, KeyboardInterrupt) else error
         if self._stalled is not None:
             raise self._stalled
         return result
 
-    def _command(self, command: Callable[[], None]) -> None:
-        command()
-
-    def end_stalled(self, error: StallError) -> None:
-        """Have `next` raise this error, as soon as it can. From any thread."""
-        with self._reading:
-            if not self._reader:
-                return
-            self._stalled = error
-            self.run.interrupt()
-            is_in_main_thread = self._reader == threading.main_thread().ident
-            raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if is_in_main_thread and raises and self.run.chain.mark[1] >= 0:  # in a call
-                signal.pthread_kill(self._reader, signal.SIGINT)
-
-    def close(self, error: BaseException | None) -> None:
-        """Close the nodes, once the reader's thread is done with the item that it is at.
-
-        If that hangs, the reader's thread closes them when it comes back, which is logged.
-        """
+    def _close_here(self) -> None:
         self._is_closed = True
         self.run.interrupt()
         limit = backoff.times.close_s
@@ -189,94 +234,7 @@ class InlineDriver(_RingDriver):
         self.run.close()
         self._fragments.clear()
 
-
-class ThreadDriver(_RingDriver):
-    """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
-
-    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
-        super().__init__(credits, InlineRun(ring, is_answering=True))
-        self._commands: deque[Callable[[], None]] = deque()
-        self._has_stopped = threading.Event()
-        self._arrived = threading.Event()
-        self._news: Wakeup | None = None  # for a reader in an event loop
-        self._put_at = 0  # when a fragment came that the reader waited for, in ns
-        self._reader = 0  # thread of the reader in an event loop
-        self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def _await(self) -> None:
-        while not self._fragments:
-            self._arrived.wait()
-            self._arrived.clear()
-
-    async def next_async(self) -> Any:
-        """The next fragment, as `next` gives it, for a reader in an event loop."""
-        news = self._news = self._news or Wakeup()
-        self._reader = threading.get_ident()
-        with self.run.counters.caller.waits():
-            await anyio.lowlevel.checkpoint()
-            news.silence()
-            while not self._fragments:
-                await anyio.wait_readable(news.fileno())
-                news.silence()
-        return self._take()
-
-    def close_news(self) -> None:
-        """Close what tells a reader in an event loop of fragments. In that loop, once closed."""
-        if self._news is not None and not self.run.counters.caller.is_waiting:
-            self._news.close()
-
-    def _put(self, fragment: Any) -> None:
-        if not self._fragments:
-            self._put_at = clock()
-        self._fragments.append(fragment)
-        self._arrived.set()
-        if self._news is not None:
-            self._news.ring()
-
-    def look(self) -> Look | None:
-        """What every stage does right now; a reader may wait for an event loop that something holds up."""
-        look, caller = super().look(), self.run.counters.caller
-        if look is None or not (self._reader and self._fragments and caller.is_waiting):
-            return look
-        held = loop_held_up("a task or a callback", self._put_at, max(caller.items, 1), self._reader)
-        reader = replace(look.waits[CALLER], on=(held.name,))
-        return replace(look, waits={**look.waits, CALLER: reader, held.name: held})
-
-    def end_stalled(self, error: StallError) -> None:
-        """Have `next` raise this error, as soon as it can. From any thread."""
-        self._stalled = error
-        self._put(None)
-
-    def close(self, error: BaseException | None) -> None:
-        """Have the thread stop where it is and close the nodes, and wait until it has. Raises what nobody has seen.
-
-        One whose environments or module hang is left behind, which is logged.
-        """
-        if self._is_closed:
-            return
-        self._is_closed, began = True, monotonic()
-        self.run.counters.end()
-        self.run.interrupt()
-        if self._has_stopped.wait(backoff.times.close_s):
-            self._thread.join(_NODES_CLOSE_S)
-        if self._thread.is_alive():
-            self._put(None)  # a reader that waits waits no more
-            what = "a node has not closed" if self._has_stopped.is_set() else "an environment or the module hangs"
-            logger.warning("the rollout's thread is left behind: %s after %.1f s", what, monotonic() - began)
-            return
-        self._fragments = deque([None])
-        if error is None and self._errors:
-            raise self._errors.pop()
-        self._errors.clear()
-
-    def _command(self, command: Callable[[], None]) -> None:
-        if not self._is_closed:
-            self._commands.append(command)
-            self.run.bell.ring()
+    # In a thread of the ring's own
 
     def _work(self) -> None:
         try:
@@ -299,8 +257,29 @@ class ThreadDriver(_RingDriver):
         finally:
             self._has_stopped.set()
 
+    def _put(self, fragment: Any) -> None:
+        if not self._fragments:
+            self._put_at = clock()
+        self._fragments.append(fragment)
+        self._arrived.set()
+        if self._news is not None:
+            self._news.ring()
 
-Driver = InlineDriver | ThreadDriver
+    def _close_thread(self, thread: threading.Thread, error: BaseException | None) -> None:
+        self._is_closed, began = True, monotonic()
+        self.run.counters.end()
+        self.run.interrupt()
+        if self._has_stopped.wait(backoff.times.close_s):
+            thread.join(_NODES_CLOSE_S)
+        if thread.is_alive():
+            self._put(None)  # a reader that waits waits no more
+            what = "a node has not closed" if self._has_stopped.is_set() else "an environment or the module hangs"
+            logger.warning("the rollout's thread is left behind: %s after %.1f s", what, monotonic() - began)
+            return
+        self._fragments = deque([None])
+        if error is None and self._errors:
+            raise self._errors.pop()
+        self._errors.clear()
 
 
 class RolloutDoctor(Doctor):

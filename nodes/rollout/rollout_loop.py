@@ -21,7 +21,7 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.episode_returns import Hooked
 from rollflow.nodes.offloaded.lane_rollout import Published
 from rollflow.nodes.offloaded.offloaded import Emitter, OffloadedRollouts, ring_of_turns
-from rollflow.nodes.rollout.drivers import Driver, InlineDriver, RolloutDoctor, ThreadDriver
+from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import RolloutKind, place
 from rollflow.nodes.stages.acting import Acting
@@ -184,10 +184,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     # The loop
 
     def __enter__(self) -> Self:
-        self._enter(ThreadDriver if self._options.prefetch else InlineDriver)
+        self._enter(has_thread=bool(self._options.prefetch))
         return self
 
-    def _enter(self, driver: type[Driver], *, is_async: bool = False) -> None:
+    def _enter(self, *, has_thread: bool, is_async: bool = False) -> None:
         if self._state != "new":
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
         self._check_fits()
@@ -195,8 +195,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._state, self._is_async = "running", is_async
         with self._ending_on_error():
             self.log.begin()
-            self._drive = driver(self._ring([self._credits]), self._credits)
-            self.environments.has_own_thread = driver is ThreadDriver
+            self._drive = Driver(self._ring([self._credits]), self._credits, has_thread=has_thread)
+            self.environments.has_own_thread = has_thread
             of_every_doctor = self.stall, self.snapshot, self._options.watch.trace
             self._doctor = RolloutDoctor(self._drive, self._learner_meter, self.signs, *of_every_doctor)
             self._doctor.start()
@@ -252,7 +252,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return run_html(repr(self), self.snapshot())
 
     async def __aenter__(self) -> Self:
-        self._enter(InlineDriver if self._options.debug else ThreadDriver, is_async=True)
+        self._enter(has_thread=not self._options.debug, is_async=True)
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -261,7 +261,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             return
         with anyio.CancelScope(shield=True):  # other tasks go on meanwhile
             await anyio.to_thread.run_sync(self.__exit__, kind, error, traceback)
-        assert isinstance(self._drive, ThreadDriver)
+        assert self._drive is not None
         self._drive.close_news()
 
     def fragments(self, *, complete_episodes: bool = False, progress: bool = False) -> RolloutIterator[F]:
