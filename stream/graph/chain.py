@@ -262,7 +262,7 @@ class Chain:
                 calls.longest = took
             trace = busy.trace
             if trace is not None:
-                trace.busy(mark[0], now)
+                trace["busy"](mark[0], now)
             mark[0] = now
             if output is not None:
                 route(output)

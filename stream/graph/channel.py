@@ -5,14 +5,14 @@ event loop all the same. So a task that never has to wait can still be cancelled
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution, clock
+from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, clock, waiting_for
 
 T = TypeVar("T")
 Overflow = Literal["block", "drop_oldest", "latest"]
@@ -143,10 +143,12 @@ class Inlet(Generic[T]):
     lost.
     """
 
-    def __init__(self, channels: list[Channel[T]], meter: NodeMeter, holders: WaitAttribution | None = None) -> None:
+    def __init__(
+        self, channels: list[Channel[T]], meter: NodeMeter, holders: dict[str, NodeMeter] | None = None
+    ) -> None:
         self._channels = channels
         self._meter = meter
-        self._holders = WaitAttribution() if holders is None else holders
+        self._holders = {} if holders is None else holders
         self._next = 0
         self._unchecked = 0  # operations since it last passed through the event loop
         self._checked_at = clock()  # when that was
@@ -197,7 +199,7 @@ class Inlet(Generic[T]):
     @contextmanager
     def blocked_by(self, holder: str) -> Iterator[None]:
         """Block in which the node waits for somebody outside of the graph: `holder` is a stage of the report then."""
-        with self._meter.blocks(), self._holders.awaited(holder):
+        with self._meter.blocks(), waiting_for(self._holders, holder):
             yield
 
     def held(self) -> list[T]:
@@ -292,32 +294,6 @@ class Outlet(Generic[T]):
     def held(self) -> list[T]:
         """The item that is not in every channel yet."""
         return [] if self._current is None else [self._current]
-
-
-class Unsent:
-    """Queue of a node's outputs that are yet to be sent.
-
-    outlets       outlets of the node
-    has_fields    whether an output is a NamedTuple with one field per outlet
-    """
-
-    def __init__(self, outlets: Sequence[Outlet[Any]], *, has_fields: bool) -> None:
-        self._outlets, self._has_fields = outlets, has_fields
-        self._items: deque[tuple[Outlet[Any], Any]] = deque()
-
-    async def send(self, outputs: Iterable[Any]) -> None:
-        """Send all outputs in order, without None. After a cancelled call the rest is still held."""
-        for output in outputs:
-            values = output if self._has_fields and output is not None else (output,)
-            self._items.extend(pair for pair in zip(self._outlets, values, strict=False) if pair[1] is not None)
-        while self._items:
-            outlet, value = self._items[0]
-            await outlet.send(value)
-            self._items.popleft()
-
-    def held(self) -> list[Any]:
-        """The values that are yet to be sent."""
-        return [value for _, value in self._items]
 
 
 class Output(Inlet[T]):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.chain import Chain
-from rollflow.stream.graph.meter import CallTimes, NodeMeter, WaitAttribution, clock
+from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node import Background, wait_at
 from rollflow.stream.graph.report import Report, report_of
 from rollflow.stream.observe.stacks import StackFrame, stack_of_coroutine, stack_of_thread
@@ -33,7 +33,7 @@ class RunCounters:
     caller      meter of the code that reads the outputs
     learner     meter of the learner pipeline in the caller's thread; None: there is none
     outputs     by name; none if the caller takes the items of all of them together
-    holders     meters of those outside of the graph whom nodes wait for
+    holders     name -> meter of those outside of the graph whom nodes wait for
     chains      chains that have begun
     live        first nodes of the tasks that have begun, and have not ended
     at          node -> its coroutine, or the thread of its last call
@@ -47,7 +47,8 @@ class RunCounters:
             name: getattr(spec.node, "call_times", None) for name, spec in graph.nodes.items()
         }  # of calls elsewhere
         self.nodes = {name: NodeMeter(name, calls=times or CallTimes()) for name, times in calls.items()}
-        self.caller, self.holders = NodeMeter(CALLER), WaitAttribution()
+        self.caller = NodeMeter(CALLER)
+        self.holders: dict[str, NodeMeter] = {}
         self.learner: NodeMeter | None = None
         self.outputs: Mapping[str, Output[Any]] = {}
         self.chains: list[Chain] = []
@@ -65,7 +66,7 @@ class RunCounters:
 
     def report(self) -> Report:
         """A report of the counts so far."""
-        graph, holders = self.graph, self.holders.meters.copy()
+        graph, holders = self.graph, self.holders.copy()
         nodes = [*self.nodes.values(), *holders.values(), *([self.caller] if graph.outputs else [])]
         return report_of(
             self.began,

@@ -1,8 +1,8 @@
 """Meters of nodes and edges: plain integer counters, which are always on."""
 
-from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Final, NamedTuple
@@ -48,21 +48,14 @@ class CallTimes:
         return CallStats(ordered[last // 2] / 1e9, ordered[last * 99 // 100] / 1e9, self.longest / 1e9)
 
 
-class NodeTrace(NamedTuple):
-    """Records the spans of a node in a trace."""
+NodeTrace = Mapping[str, Record]
+"""Records the spans of a node in a trace, by what it is at then: "busy", "waits" or "blocked"."""
 
-    busy: Record
-    waits: Record
-    blocked: Record
 
-    @classmethod
-    def of(cls, trace: Trace, name: str) -> "NodeTrace":
-        """Records on a track of the node's name."""
-        return cls(
-            trace.recorder(name, name),
-            trace.recorder(name, "waits for an item", "waits"),
-            trace.recorder(name, "waits for room", "blocked"),
-        )
+def node_trace(trace: Trace, name: str) -> NodeTrace:
+    """Records on a track of the node's name."""
+    spans = {"busy": name, "waits": "waits for an item", "blocked": "waits for room"}
+    return {kind: trace.recorder(name, text, kind) for kind, text in spans.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +100,7 @@ class NodeMeter:
         at, since = self._span
         for began in self.works_since, since if at == "busy" else None:
             if before is not None and began is not None:
-                before.busy(began, clock())
+                before["busy"](began, clock())
 
     @property
     def is_waiting(self) -> bool:
@@ -134,7 +127,7 @@ class NodeMeter:
         self.busy_ns += now - began
         trace = self.trace
         if trace is not None:
-            trace.busy(began, now)
+            trace["busy"](began, now)
 
     def begin_life(self) -> None:
         """Begin to count the time between waits as busy; a second call changes nothing."""
@@ -176,7 +169,7 @@ class NodeMeter:
             self.blocked_ns += now - since
         trace = self.trace
         if was and trace is not None:
-            getattr(trace, was)(since, now)
+            trace[was](since, now)
 
     def read(self) -> tuple[int, int]:
         """busy_ns and blocked_ns as of now, with what is under way. From any thread."""
@@ -203,32 +196,17 @@ class TaskWait:
         self._meter._turn(-self._waiting, -self._blocked)
 
 
-class WaitAttribution:
-    """Meters of those outside of the graph whom its nodes wait for, such as a trainer: the holders.
+def waiting_for(holders: dict[str, NodeMeter], name: str | None) -> AbstractContextManager[None]:
+    """Block in which a node or a chain waits for somebody outside of the graph, such as a trainer.
 
-    meters    by the holder's name; an item is a wait, and simultaneous waits of several nodes count as one
+    holders    name -> meter of each; an item is a wait, and simultaneous waits of several nodes count as one
+    name       None: unknown, and nothing is counted
     """
-
-    def __init__(self) -> None:
-        self.meters: dict[str, NodeMeter] = {}
-        self._waiting: Counter[str] = Counter()
-
-    @contextmanager
-    def awaited(self, name: str | None) -> Iterator[None]:
-        """Block in which a node or a chain waits for the holder `name`; None: unknown, and nothing is counted."""
-        if name is None:
-            yield
-            return
-        meter = self.meters.setdefault(name, NodeMeter(name))
-        meter.items += 1
-        meter.begin_life()
-        self._waiting[name] += 1
-        try:
-            yield
-        finally:
-            self._waiting[name] -= 1
-            if not self._waiting[name]:
-                meter.end_life()
+    if name is None:
+        return nullcontext()
+    meter = holders.setdefault(name, NodeMeter(name, _is_alive=True, _waiting=1))
+    meter.items += 1
+    return TaskWait(meter, -1, 0)  # a holder itself waits while no node waits for it
 
 
 @dataclass(slots=True, eq=False)

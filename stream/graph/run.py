@@ -6,7 +6,8 @@ are cancelled.
 """
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from os import PathLike
@@ -23,9 +24,9 @@ from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import DROPPED, cause_of, lose
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
 from rollflow.stream.graph.chain import Chain, Deliver
-from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
+from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop
 from rollflow.stream.graph.counters import RunCounters
-from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.meter import clock, waiting_for
 from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node, out_of_group
 from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
 from rollflow.stream.graph.report import Report
@@ -65,8 +66,10 @@ class Run:
         self.doctor = RunDoctor(self, rules, trace)
         self._draining = False
         self._stops: list[Callable[[], None]] = []
-        # Parts that may hold items, but for those which might be dropped and also go elsewhere.
-        self._holding: list[Any] = [channel for edge, channel in self.channels.items() if not self._is_spare(edge)]
+        # Functions that give the items which parts hold, but for those which might be dropped and also go elsewhere.
+        self._holding: list[Callable[[], list[Any]]] = [
+            channel.held for edge, channel in self.channels.items() if not self._is_spare(edge)
+        ]
         self._ended = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._error: Exception | None = None  # that ended the run early
@@ -152,7 +155,7 @@ class Run:
         self.doctor.stop()
         failure = self._error
         cause = cause_of(error or failure)
-        for held in (*(part.held for part in self._holding), *(held for _, held in self.graph.having("held"))):
+        for held in (*self._holding, *(held for _, held in self.graph.having("held"))):
             lose(list(held()), cause, self._makers)
         for _, take_ending in self.graph.having("take_ending"):
             take_ending(cause)
@@ -203,7 +206,7 @@ class Run:
         for channel, _ in entries:
             channel.on_item = wake.set
         chain.on_gate = wake.set
-        self._holding.append(chain)
+        self._holding.append(chain.held)
         watch = BackgroundWatch([node for node, _ in chain.background], wake, self._tasks) if chain.background else None
         if chain.can_start:
             await self._start_chain(chain, wake)
@@ -268,7 +271,7 @@ class Run:
     async def _idle(self, chain: Chain, wake: ChainWakeup, watch: BackgroundWatch | None) -> None:
         if watch is None or not chain.in_flight:
             if chain.parked:
-                with self.counters.holders.awaited(chain.holder):
+                with waiting_for(self.counters.holders, chain.holder):
                     await wake.wait()
             else:
                 await wake.wait()
@@ -296,7 +299,7 @@ class Run:
         meter = self.counters.nodes[spec.name]
         holders = self.counters.holders
         inlets = [Inlet(self._channels_into((spec.name, port)), meter, holders) for port in spec.inlets]
-        self._hold(spec.name, *inlets)
+        self._hold(spec.name, *(inlet.held for inlet in inlets))
         with anyio.CancelScope() as scope:
             stop = None if spec.inlets else SourceStop(scope)
             outlets = [Outlet(self._channels_from((spec.name, port)), meter, stop) for port in spec.outlets]
@@ -309,7 +312,7 @@ class Run:
                 if spec.run is None:
                     running: Any = self._run_with_items(spec, inlets[0], outlets)
                 else:
-                    self._holding += outlets
+                    self._holding += [outlet.held for outlet in outlets]
                     ends = dict(zip([*spec.inlets, *spec.outlets], [*inlets, *outlets], strict=True))
                     running = spec.run(**ends)
                 self.counters.at[spec.name] = running
@@ -322,19 +325,29 @@ class Run:
         self._close_ends(spec)
 
     async def _run_with_items(self, spec: NodeSpec, inlet: Inlet[Any], outlets: Sequence[Outlet[Any]]) -> None:
-        """Call a node with one item after the other."""
-        unsent = Unsent(outlets, has_fields=spec.has_fields)
-        self._hold(spec.name, unsent)
+        """Call a node with one item after the other. Its outputs count as held until they are sent."""
+        unsent: deque[tuple[Outlet[Any], Any]] = deque()
+        self._hold(spec.name, lambda: [value for _, value in unsent])
+
+        async def send(outputs: Iterable[Any]) -> None:
+            for output in outputs:
+                values = output if spec.has_fields and output is not None else (output,)
+                unsent.extend(pair for pair in zip(outlets, values, strict=False) if pair[1] is not None)
+            while unsent:
+                outlet, value = unsent[0]
+                await outlet.send(value)
+                unsent.popleft()
+
         in_thread = partial(self._call_in_thread, spec, anyio.CapacityLimiter(1))
         call = spec.node if spec.is_async else partial(in_thread, spec.node)
         start, finish = spec.methods.get("start"), spec.methods.get("finish")
         if start is not None:
-            await unsent.send(await in_thread(lambda: list(start() or ())))
+            await send(await in_thread(lambda: list(start() or ())))
             self._on_stop(partial(self._give_up_cycles, [spec.name]))
         async for item in inlet:
-            await unsent.send([await call(item)])
+            await send([await call(item)])
         if finish is not None:
-            await unsent.send(await in_thread(lambda: list(finish() or ())))
+            await send(await in_thread(lambda: list(finish() or ())))
 
     async def _call_in_thread(
         self, spec: NodeSpec, limiter: anyio.CapacityLimiter, function: Callable[..., Any], *args: Any
@@ -377,11 +390,11 @@ class Run:
     def _is_only_way(self, edge: Edge) -> bool:
         return is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
 
-    def _hold(self, name: str, *parts: Any) -> None:
-        """Have the items in parts of a node count as held, unless all that come to it are spare."""
+    def _hold(self, name: str, *held: Callable[[], list[Any]]) -> None:
+        """Have the items that parts of a node hold be counted, unless all that come to it are spare."""
         into = [edge for edge in self.graph.edges if edge.target[0] == name]
         if not into or not all(map(self._is_spare, into)):
-            self._holding += parts
+            self._holding += held
 
     def _on_stop(self, stop: Callable[[], None]) -> None:
         self._stops.append(stop)

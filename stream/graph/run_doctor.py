@@ -1,6 +1,5 @@
 """Doctors of runs: what watches them, traces them and shows them; and that of a run on an event loop."""
 
-import abc
 import logging
 import select
 import socket
@@ -21,14 +20,14 @@ from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.drawing import run_snapshot
-from rollflow.stream.graph.meter import NodeTrace, clock
+from rollflow.stream.graph.meter import clock, node_trace
 from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.run_socket import TRACE_BEGUN, RunSocket
 from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now, stack_lines, stack_of_thread
 from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace
-from rollflow.stream.observe.waits import Diagnosis, Look, Sign, Wait
+from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallWatch
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class Tracing:
         for name, take_trace in graph.having("take_trace"):
             take_trace(name, self._of("".join(name.rpartition("/")[:2])))
         for meter in self._counters.meters:
-            meter.take_trace(NodeTrace.of(trace, meter.name))
+            meter.take_trace(node_trace(trace, meter.name))
 
     def end(self, file: BinaryIO | None = None) -> None:
         """End the trace, written to its end; again does nothing. From any thread.
@@ -120,7 +119,7 @@ class Tracing:
             busy, now = meter.trace, clock()
             meter.take_trace(None)
             if busy is not None and meter.name in under_way:
-                busy.busy(now - under_way[meter.name], now)
+                busy["busy"](now - under_way[meter.name], now)
         for name, take_trace in self._counters.graph.having("take_trace"):
             take_trace(name, None)
 
@@ -146,8 +145,8 @@ def _hang_up(asker: socket.socket) -> None:
         asker.shutdown(socket.SHUT_RDWR)
 
 
-class Doctor(abc.ABC):
-    """Watches a run from a thread, writes a trace of it, and shows it to who asks through a socket.
+class Doctor(Probe):
+    """Watches a run from a thread, writes a trace of it, and shows it to who asks through a socket. A probe itself.
 
     counters   of the run
     rules      when and how it speaks
@@ -200,18 +199,6 @@ class Doctor(abc.ABC):
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now."""
         return self._watch.diagnose()
-
-    @abc.abstractmethod
-    def look(self) -> Look | None:
-        """What every party does right now; None: the run has not begun, or has ended."""
-
-    @abc.abstractmethod
-    def signs(self) -> Sequence[Sign]:
-        """Silent faults of the run."""
-
-    @abc.abstractmethod
-    def end_stalled(self, error: StallError) -> None:
-        """Have the run end with this error, as soon as it can. From any thread."""
 
 
 def _watch_run(doctor: "weakref.ref[Doctor]", watch: StallWatch, rules: StallRules, stopping: Event) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median_high
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rollflow.stream.data.errors import HELP_PAGES
+from rollflow.stream.data.errors import HELP_PAGES, StallError
 from rollflow.stream.observe.stacks import StackFrame, stack_lines
 
 CALLER = "caller"
@@ -109,7 +109,7 @@ class Look:
 
 
 class Probe(Protocol):
-    """Gives looks at a run."""
+    """Gives looks at a run that is watched for stalls."""
 
     def look(self) -> Look | None:
         """All parties as they are now; None: the run has not begun, or has ended. From any thread."""
@@ -119,31 +119,29 @@ class Probe(Protocol):
         """Silent faults that there are now, for the watch alone: they are found by what changes between its looks."""
         ...
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The way from a consumer to its final blocker; `is_closed`: the last party waits for an earlier one."""
-
-    waits: tuple[Wait, ...]
-    is_closed: bool = False
-
-    @property
-    def blocker(self) -> Wait:
-        """The party at the end."""
-        return self.waits[-1]
+    def end_stalled(self, error: StallError, /) -> None:
+        """Have the run end with this error, as soon as it can. From any thread."""
+        ...
 
 
-def way_from(party: str, waits: Mapping[str, Wait]) -> Way | None:
-    """The way from a party to what it finally waits for; None: the party is not known.
+Way = tuple[Wait, ...]
+"""The way from a consumer to its final blocker, the last; closed if that waits for the first. Empty: there is none."""
+
+
+def is_closed(way: Way) -> bool:
+    """True if the last party of a way waits for the first: a deadlock."""
+    return bool(way) and way[0].name in way[-1].on
+
+
+def way_from(party: str, waits: Mapping[str, Wait]) -> Way:
+    """The way from a party to what it finally waits for; empty: the party is not known.
 
     If a party waits for several, a way that comes to an end goes before a closed one, and of those that do, the one
     to the party that has got on least lately.
     """
     ways = list(_ways((party,), waits))
-    if not ways:
-        return None
-    ended = [way for way in ways if not way.is_closed]
-    return max(ended or ways, key=lambda way: (way.blocker.kind != "waits", way.blocker.age_s))
+    ended = [way for way in ways if not is_closed(way)]
+    return max(ended or ways, key=lambda way: (way[-1].kind != "waits", way[-1].age_s), default=())
 
 
 def _ways(path: Sequence[str], waits: Mapping[str, Wait]) -> Iterator[Way]:
@@ -152,10 +150,10 @@ def _ways(path: Sequence[str], waits: Mapping[str, Wait]) -> Iterator[Way]:
         return
     known = [each for each in wait.on if each in waits]
     if not known:
-        yield Way(tuple(waits[each] for each in path))
+        yield tuple(waits[each] for each in path)
     for each in known[:64]:  # whose ways may be many
         if each in path:
-            yield Way(tuple(waits[name] for name in path[path.index(each) :]), is_closed=True)
+            yield tuple(waits[name] for name in path[path.index(each) :])
         else:
             yield from _ways((*path, each), waits)
 
@@ -185,7 +183,6 @@ class Diagnosis:
     waited_s    seconds for which nothing has left while a consumer waits
     way         parties from the consumer to the final blocker; empty: nobody waits
     stood_s     seconds for which the final blocker has not got on
-    is_closed   whether the way is closed: a deadlock
     stack       of the blocker's thread, innermost call first; empty: not known
     caller_s    seconds for which the caller has had each of its last items
     notes       silent faults, in words: what flows, and can't be right
@@ -197,11 +194,15 @@ class Diagnosis:
     waited_s: float = 0.0
     way: tuple[Wait, ...] = ()
     stood_s: float = 0.0
-    is_closed: bool = False
     stack: tuple[StackFrame, ...] = ()
     caller_s: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
     parties: tuple[Wait, ...] = field(default=(), repr=False)
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the way is closed: a deadlock."""
+        return is_closed(self.way)
 
     @property
     def blocker(self) -> Wait | None:
@@ -243,24 +244,23 @@ class Diagnosis:
 
 
 def diagnosed(
-    look: Look | None, way: Way | None, waited_s: float, stood_s: float, signs: Iterable[Sign], *, is_stalled: bool
+    look: Look | None, way: Way, waited_s: float, stood_s: float, signs: Iterable[Sign], *, is_stalled: bool
 ) -> Diagnosis:
     """The diagnosis of a look, with the way from its consumer if one waits, and the silent faults found last."""
     if look is None:
         return Diagnosis("not running")
     state, caller = "flows", look.waits.get(CALLER)
-    if way is not None:
-        state = "stalled" if is_stalled else "caller works" if way.blocker.party == CALLER else "waits"
+    if way:
+        state = "stalled" if is_stalled else "caller works" if way[-1].party == CALLER else "waits"
     elif caller is not None and caller.kind == "works" and caller.calls:
         state, stood_s = "caller works", caller.age_s
     return Diagnosis(
         state,
         look.noun,
         waited_s,
-        () if way is None else way.waits,
+        way,
         stood_s,
-        way is not None and way.is_closed,
-        () if way is None else way.blocker.stack(),
+        way[-1].stack() if way else (),
         look.caller,
         tuple(sign.text for sign in signs),
         tuple(look.waits.values()),

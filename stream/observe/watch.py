@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rollflow.stream.data.system import memory_bound, process_memory
 from rollflow.stream.observe.stacks import is_debugged_now
-from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait, Way, diagnosed, way_from
+from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait, Way, diagnosed, is_closed, way_from
 
 OnStall = Literal["log", "raise"]
 AGAIN_S = (60.0, 300.0, 1800.0)  # of standing still, when a message is repeated; then every last of these
@@ -195,16 +195,16 @@ class StallWatch:
     def diagnose(self) -> Diagnosis:
         """Diagnosis of the run right now, with the silent faults that the last look found. From any thread."""
         look, now = self._probe.look(), self._rules.clock()
-        way = None if look is None else self._way(look)
-        if look is None or way is None:
-            return diagnosed(look, None, 0.0, 0.0, self._signs, is_stalled=False)
-        seen = self._seen.get(way.blocker.name)
-        stood = way.blocker.age_s
-        if seen is not None and seen.wait.mark == way.blocker.mark and seen.wait.kind == way.blocker.kind:
+        way = () if look is None else self._way(look)
+        if look is None or not way:
+            return diagnosed(look, (), 0.0, 0.0, self._signs, is_stalled=False)
+        blocker = way[-1]
+        seen, stood = self._seen.get(blocker.name), blocker.age_s
+        if seen is not None and seen.wait.mark == blocker.mark and seen.wait.kind == blocker.kind:
             stood = max(stood, now - seen.since)
         waited = 0.0 if self._since is None else now - self._since
         is_stalled = self._told is not None or (self._since is not None and self._is_stall(way, waited, stood))
-        waited = max(waited, min(stood, way.waits[0].age_s))
+        waited = max(waited, min(stood, way[0].age_s))
         return diagnosed(look, way, waited, stood, self._signs, is_stalled=is_stalled)
 
     # Inside
@@ -253,18 +253,17 @@ class StallWatch:
         if seen.wait.kind == "call" and seen.looks > 1:
             self._times.add(seen.wait, now - seen.since)
 
-    def _way(self, look: Look) -> Way | None:
+    def _way(self, look: Look) -> Way:
         """The way from a consumer that waits."""
-        ways = [way_from(each.party, look.waits) for each in look.exits if each.waits]
-        found = [way for way in ways if way is not None]
-        return max(found, key=lambda way: (way.blocker.kind not in _NO_STALL, way.blocker.age_s)) if found else None
+        ways = [way for each in look.exits if each.waits and (way := way_from(each.party, look.waits))]
+        return max(ways, key=lambda way: (way[-1].kind not in _NO_STALL, way[-1].age_s), default=())
 
     def _stalled(self, look: Look, now: float) -> tuple[Way, float] | None:
         """The way to the final blocker of a stall, and since when; None: there is none."""
         way = self._way(look)
-        if way is None or self._since is None:
+        if not way or self._since is None:
             return None
-        seen = self._seen.get(way.blocker.name)
+        seen = self._seen.get(way[-1].name)
         if seen is None or seen.looks < 2:
             return None
         if now - seen.since >= self._after / _DEBUGGER_LOOKS and self._is_debugged():
@@ -275,22 +274,22 @@ class StallWatch:
         return way, min(self._since, seen.since) if self._told is None else self._told.since
 
     def _is_stall(self, way: Way, waited_s: float, stood_s: float) -> bool:
-        if way.blocker.kind in _NO_STALL:
+        if way[-1].kind in _NO_STALL:
             return False
-        limit = self._after if way.is_closed else self._times.limit(way.blocker, self._after)
+        limit = self._after if is_closed(way) else self._times.limit(way[-1], self._after)
         return waited_s >= self._after and stood_s >= limit
 
     def _tell(
         self, look: Look, way: Way, since: float, now: float, texts: list[str]
     ) -> tuple[list[str], Diagnosis | None]:
-        key = tuple((wait.party, wait.kind) for wait in way.waits)
+        key = tuple((wait.party, wait.kind) for wait in way)
         told, is_new = self._told, self._told is None or self._told.key != key
         if told is None or is_new:
             told = self._told = _Told(key, since, self._since)
         if not is_new and now - told.since < _due(told.times):
             return texts, None
         told.times += 1
-        stood = now - self._seen[way.blocker.name].since
+        stood = now - self._seen[way[-1].name].since
         found = diagnosed(look, way, now - (self._since or now), stood, self._signs, is_stalled=True)
         return [*texts, str(found)], found if is_new else None
 

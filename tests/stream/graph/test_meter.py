@@ -15,7 +15,7 @@ from traces import events_of, tracks
 
 from rollflow.stream import Outlet
 from rollflow.stream.graph.inline_run import InlineRun
-from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution
+from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, waiting_for
 from rollflow.stream.graph.report import node_report, report_of
 
 
@@ -248,17 +248,17 @@ def test_of_those_who_hold_gates_it_is_said_how_long_they_were_waited_for() -> N
 
 
 def test_chains_that_wait_for_one_holder_at_once_are_one_wait() -> None:
-    holders = WaitAttribution()
-    with holders.awaited("the trainer"):
-        with holders.awaited("the trainer"), holders.awaited(None):
+    holders: dict[str, NodeMeter] = {}
+    with waiting_for(holders, "the trainer"):
+        with waiting_for(holders, "the trainer"), waiting_for(holders, None):
             pass
-        first, _ = holders.meters["the trainer"].read()
-        while holders.meters["the trainer"].read()[0] == first:
+        first, _ = holders["the trainer"].read()
+        while holders["the trainer"].read()[0] == first:
             pass
-    busy = holders.meters["the trainer"].read()
-    assert busy == holders.meters["the trainer"].read()
-    assert holders.meters["the trainer"].items == 2
-    assert list(holders.meters) == ["the trainer"]
+    busy = holders["the trainer"].read()
+    assert busy == holders["the trainer"].read()
+    assert holders["the trainer"].items == 2
+    assert list(holders) == ["the trainer"]
 
 
 def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from rollflow.stream.data.system import memory_bound, process_memory
 from rollflow.stream.observe.stacks import StackFrame
-from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait, by_name, way_from
+from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait, by_name, is_closed, way_from
 from rollflow.stream.observe.watch import LongCalls, MachineChecks, StallRules, StallWatch
 
 
@@ -158,14 +158,12 @@ def test_the_final_blocker_is_followed_to_and_a_closed_way_is_a_deadlock() -> No
     closed = [Wait(a, "waits", f"waits for room in {a} → {b}", on=(b,)) for a, b in ("ab", "ba")]
     waits = by_name([reader(on=("a",)), *closed])
     way = way_from(CALLER, waits)
-    assert way is not None
-    assert way.is_closed
-    assert [wait.party for wait in way.waits] == ["a", "b"]
+    assert is_closed(way)
+    assert [wait.party for wait in way] == ["a", "b"]
     waits["b"] = replace(waits["b"], on=("a", "c"))
     waits["c"] = Wait("c", "call", "is in its call")
     open_way = way_from(CALLER, waits)
-    assert open_way is not None
-    assert [wait.party for wait in open_way.waits] == [CALLER, "a", "b", "c"]
+    assert [wait.party for wait in open_way] == [CALLER, "a", "b", "c"]
 
 
 def test_a_stall_that_ends_with_the_run_is_over() -> None:
