@@ -111,10 +111,6 @@ class Counts:
     report: Report | None = None
 
 
-class RowLost(Exception):
-    """Raised by a destination that could not write a row, and may write the next one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """Figures of one moment, by name.

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollflow.nodes.logs.destinations import LogOptions, destination_of
-from rollflow.nodes.logs.figures import Counts, Row, RowLost, check_own_name, figures_of
+from rollflow.nodes.logs.figures import Counts, Row, check_own_name, figures_of
 from rollflow.nodes.metrics.metrics_logger import number_of
 from rollflow.stream.data.errors import RunError
 
@@ -221,8 +221,6 @@ class RowWriter:
     def _try(self, function: Callable[..., None], *args: Any) -> None:
         try:
             function(*args)
-        except RowLost:
-            self.dropped += 1
         except Exception as error:  # the run goes on without this log
             self.dropped += len(args)
             if not self._has_failed:
