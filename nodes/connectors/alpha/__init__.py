@@ -10,11 +10,12 @@ To write one:
 A `ConnectorPolicy` acts with pipelines of them, by `local_policy_inference`. Rollouts take `ConnectorV2` pieces alone.
 """
 
+import abc
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -32,8 +33,6 @@ from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
 """Output of a policy: actions, states as a list of arrays, and further outputs by name."""
-
-_T = TypeVar("_T")
 
 
 class SampleBatch(dict[str, Any]):
@@ -132,9 +131,11 @@ class Connector:
 
     ctx            the context; None: that of the pipeline that the connector is put into
     is_training    False in evaluation, if nothing is learnt and nothing is made for training
+    connectors     those of a pipeline, which are told all that it is told
     """
 
     ctx: ConnectorContext | None = None
+    connectors: Sequence[Any] = ()
     _is_training = True
 
     def __init__(self, ctx: ConnectorContext | None = None) -> None:
@@ -153,15 +154,21 @@ class Connector:
     def in_training(self) -> None:
         """Learn from the data, and make what training needs."""
         self._is_training = True
+        for connector in self.connectors:
+            connector.in_training()
 
     def in_eval(self) -> None:
         """Learn nothing, and make only what acting needs."""
         self._is_training = False
+        for connector in self.connectors:
+            connector.in_eval()
 
     def bind(self, ctx: ConnectorContext | None) -> None:
         """Take a pipeline's context if the connector has none of its own."""
         if self.ctx is None:
             self.ctx = ctx
+        for connector in self.connectors:
+            connector.bind(ctx)
 
     @property
     def context(self) -> ConnectorContext:
@@ -192,9 +199,13 @@ class AgentConnector(Connector):
 
     def reset(self, env_id: str) -> None:
         """Forget what belongs to the episode of an environment: a new one begins."""
+        for connector in self.connectors:
+            connector.reset(env_id)
 
     def on_policy_output(self, output: ActionConnectorDataType) -> None:
         """Take note of what the policy chose, before action connectors have changed it."""
+        for connector in self.connectors:
+            connector.on_policy_output(output)
 
 
 class ActionConnector(Connector):
@@ -237,13 +248,8 @@ def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type
     """
 
     def transform(connector: AgentConnector, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-        env_id, agent_id, data = ac_data.env_id, ac_data.agent_id, ac_data.data
-        if isinstance(data, AgentConnectorsOutput):
-            raise ConnectorError(
-                f"{name} stands behind a connector that makes the policy's input, expected it before that: {name} "
-                "changes columns, which are then in 'raw_dict' and 'sample_batch'"
-            )
-        returned = fn(AgentData(data, env_id, agent_id))
+        env_id, agent_id = ac_data.env_id, ac_data.agent_id
+        returned = fn(AgentData(columns_of(connector, ac_data), env_id, agent_id))
         if isinstance(returned, AgentConnectorDataType):
             return returned
         if not isinstance(returned, Mapping):
@@ -305,31 +311,12 @@ class ConnectorPipeline(NamedPieces, Connector):
     """
 
     kind: ClassVar[type[Connector]] = Connector
+    passed_on: ClassVar[str]  # what a connector returns, for errors
 
     def __init__(self, ctx: ConnectorContext | None, connectors: Sequence[Any] = ()) -> None:
         super().__init__(ctx)
-        self._pieces = []
+        self.connectors = self._pieces = []
         self._edit(list(connectors))
-
-    @property
-    def connectors(self) -> list[Any]:
-        """The connectors, in order."""
-        return self._pieces
-
-    def in_training(self) -> None:
-        super().in_training()
-        for connector in self.connectors:
-            connector.in_training()
-
-    def in_eval(self) -> None:
-        super().in_eval()
-        for connector in self.connectors:
-            connector.in_eval()
-
-    def bind(self, ctx: ConnectorContext | None) -> None:
-        super().bind(ctx)
-        for connector in self.connectors:
-            connector.bind(ctx)
 
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a connector out. Raises ConnectorError if there is none of the name."""
@@ -342,10 +329,11 @@ class ConnectorPipeline(NamedPieces, Connector):
         self._pieces[:] = pieces
         for connector in new:
             connector.bind(self.ctx)
-            if self._is_training:
-                connector.in_training()
-            else:
-                connector.in_eval()
+            (connector.in_training if self._is_training else connector.in_eval)()
+
+    @abc.abstractmethod
+    def _is_sound(self, item: Any) -> bool:
+        """True for what a connector may return."""
 
     def _check(self, connector: Any, others: list[Any]) -> None:
         kind = self.kind
@@ -362,11 +350,8 @@ class ConnectorPipeline(NamedPieces, Connector):
                 f"{self.name}: the same {type(connector).__name__} object twice, expected another object"
             )
 
-    def _in_turn(self, item: _T, is_sound: Callable[[Any], bool], expected: str) -> _T:
-        """Call the connectors one after the other, with a note of the place on errors.
-
-        is_sound, expected    of what a connector returns: a test, and its text
-        """
+    def __call__(self, item: Any) -> Any:
+        """Call the connectors in order, each with what the one before returned. Notes on errors say which raised it."""
         for place, connector in enumerate(self.connectors):
             where = f"'{self.names[place]}' ({place + 1} of {len(self)} in {type(self).__name__})"
             try:
@@ -374,9 +359,9 @@ class ConnectorPipeline(NamedPieces, Connector):
             except Exception as error:
                 error.add_note(f"in connector {where}")
                 raise
-            if not is_sound(item):
+            if not self._is_sound(item):
                 raise ConnectorError(
-                    f"connector {where} returned {shown(item)}, expected {expected}: does it return it?"
+                    f"connector {where} returned {shown(item)}, expected {self.passed_on}: does it return it?"
                 )
         return item
 
@@ -385,35 +370,20 @@ class AgentConnectorPipeline(ConnectorPipeline, AgentConnector):
     """Agent connectors, called in order, each with the list that the one before returned."""
 
     kind = AgentConnector
+    passed_on = "a list of AgentConnectorDataType"
 
-    def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
-        return self._in_turn(acd_list, _is_agent_list, "a list of AgentConnectorDataType")
-
-    def reset(self, env_id: str) -> None:
-        for connector in self.connectors:
-            connector.reset(env_id)
-
-    def on_policy_output(self, output: ActionConnectorDataType) -> None:
-        for connector in self.connectors:
-            connector.on_policy_output(output)
+    def _is_sound(self, item: Any) -> bool:
+        return isinstance(item, list) and all(isinstance(each, AgentConnectorDataType) for each in item)
 
 
 class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
     """Action connectors, called in order, each with the output that the one before returned."""
 
     kind = ActionConnector
+    passed_on = "ActionConnectorDataType with an output of three parts, (actions, states, fetches)"
 
-    def __call__(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-        expected = "ActionConnectorDataType with an output of three parts, (actions, states, fetches)"
-        return self._in_turn(ac_data, _is_action_data, expected)
-
-
-def _is_agent_list(item: Any) -> bool:
-    return isinstance(item, list) and all(isinstance(each, AgentConnectorDataType) for each in item)
-
-
-def _is_action_data(item: Any) -> bool:
-    return isinstance(item, ActionConnectorDataType) and isinstance(item.output, tuple) and len(item.output) == 3
+    def _is_sound(self, item: Any) -> bool:
+        return isinstance(item, ActionConnectorDataType) and isinstance(item.output, tuple) and len(item.output) == 3
 
 
 # rollflow's own connectors
@@ -478,11 +448,10 @@ class ClipRewardAgentConnector(AgentConnector):
 
     def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
         data = columns_of(self, ac_data)
-        if SampleBatch.REWARDS in data:
-            if self.sign:
-                data[SampleBatch.REWARDS] = np.sign(data[SampleBatch.REWARDS])
-            elif self.limit is not None:
-                data[SampleBatch.REWARDS] = np.clip(data[SampleBatch.REWARDS], -self.limit, self.limit)
+        if SampleBatch.REWARDS in data and self.sign:
+            data[SampleBatch.REWARDS] = np.sign(data[SampleBatch.REWARDS])
+        elif SampleBatch.REWARDS in data and self.limit is not None:
+            data[SampleBatch.REWARDS] = np.clip(data[SampleBatch.REWARDS], -self.limit, self.limit)
         return ac_data
 
 
