@@ -35,7 +35,7 @@ from rollflow.stream.data.infos import copied
 from rollflow.stream.data.ranges import finite_float32
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.episodes.agent_timeline import ALL_AGENTS
 from rollflow.stream.multi_agent.agent_part import Actions, Observed, PartStep, VectorStep, parts_of
 from rollflow.stream.multi_agent.agent_states import AgentNumbers, AgentStates, Ends
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.episodes.agent_timeline import ALL_AGENTS
 from rollflow.stream.multi_agent.agent_part import AgentPart, Spaces, parts_of
 
 AgentDict = Mapping[Any, Any]  # agent -> value

@@ -21,7 +21,7 @@ from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, PolicyError, noted, shown
 from rollflow.stream.data.ranges import finite_float32
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
-from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.episodes.agent_timeline import ALL_AGENTS
 from rollflow.stream.graph.seeding import env_seed_for
 from rollflow.stream.multi_agent.agent_states import AgentNumbers
 

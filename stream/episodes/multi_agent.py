@@ -13,22 +13,20 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.stream.data.errors import EpisodeError, located
-from rollflow.stream.episodes.agent_step import (
+from rollflow.stream.episodes.agent_timeline import (
     ALL_AGENTS,
     NOTHING,
     AgentShare,
-    AgentValues,
-    EnvStep,
-    end_flags,
-    env_steps_of,
-)
-from rollflow.stream.episodes.agent_timeline import (
     AgentTimeline,
+    AgentValues,
     AwaitedAgent,
     ColumnName,
+    EnvStep,
     Received,
     begun_by,
     continued,
+    end_flags,
+    env_steps_of,
     join_timelines,
     sum_of,
 )

@@ -13,7 +13,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.tree import Tree, kind_of, map_tree
-from rollflow.stream.episodes.agent_step import PendingAction
+from rollflow.stream.episodes.agent_timeline import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import ChunkIndex, Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart

@@ -15,7 +15,7 @@ from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.space import describe_space, leaves_within
 from rollflow.stream.data.tree import Tree, leaves_of
-from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.episodes.agent_timeline import ALL_AGENTS
 from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.handshake import MOST_SLOTS, Hello
 from rollflow.stream.wire.codec.messages import AgentRows, AgentSlots, Infos, Reset, Rows, Step
