@@ -45,23 +45,30 @@ from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 Batch = dict[str, Any]
 SharedData = dict[str, Any] | None
-_SET_BEFORE = "_set_before_spaces"
-_OUTPUTS = ("_observation_space", "_action_space")
 _BUILT_IN = "rollflow.nodes.connectors."  # reviewed pieces: those with state declare it
 
 
-class _InputSpace:
-    """Attribute of a piece: a space that the piece before leaves. Setting it recomputes the piece's own spaces."""
+class _PieceSpace:
+    """Attribute of a piece: a space. Setting one that the piece before leaves recomputes the piece's own spaces."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
+        self._name, self._is_input = f"_{name}", name.startswith("input_")
 
     def __get__(self, piece: Any, owner: Any = None) -> Space | None:
-        return None if piece is None else getattr(piece, self._name)
+        if piece is None:
+            return None
+        if not self._is_input:
+            piece._know_spaces()
+        space: Space | None = getattr(piece, self._name)
+        return space
 
     def __set__(self, piece: Any, space: Space | None) -> None:
+        if not self._is_input:
+            piece._know_spaces()
         setattr(piece, self._name, space)
-        if piece._is_made:
+        if not piece._is_made:
+            piece._spaces_given[self._name] = space
+        elif self._is_input:
             piece._recompute_spaces()
 
 
@@ -71,12 +78,9 @@ class _PieceType(abc.ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         piece = super().__call__(*args, **kwargs)
         attributes = vars(piece)
-        before = attributes.pop(_SET_BEFORE, attributes)  # without it, the constructor has not called its base's
-        changed = {name: value for name, value in attributes.items() if before.get(name, before) is not value}
-        if changed or not attributes.get("_spaces_known", True):
-            piece._recompute_spaces()
-            attributes.update({name: changed[name] for name in _OUTPUTS if name in changed})
-        attributes["_is_made"] = True
+        made_by_constructor = attributes.pop("_spaces_given")
+        piece._recompute_spaces()
+        attributes.update(made_by_constructor, _is_made=True)
         # CPython reads attributes much slower once `vars` has been asked for, but not from a dict like this one.
         piece.__dict__ = dict(attributes)
         return piece
@@ -86,9 +90,11 @@ class _PieceType(abc.ABCMeta):
 class ConnectorV2(metaclass=_PieceType):
     """A transformation of a batch, of episodes, or of both; a subclass overrides `__call__`.
 
-        input_observation_space    the space that the piece before leaves observations in; setting it recomputes
-        input_action_space         `observation_space` and `action_space`, those that this piece leaves. A constructor
-                                   with spaces recomputes them before it returns
+        input_observation_space,    the spaces that the piece before leaves; setting one recomputes
+        input_action_space          `observation_space` and `action_space`. A constructor with spaces recomputes them
+                                    before it returns
+        observation_space,          the spaces that this piece leaves
+        action_space
 
     A subclass may take further constructor arguments, in an `__init__` of its own or as fields of a dataclass, as
     `FrameStacking` does; `get_ctor_args_and_kwargs()` gives them back. Class attributes describe it to the pipeline;
@@ -113,12 +119,20 @@ class ConnectorV2(metaclass=_PieceType):
     lookback = 0
     pipelines: ClassVar[tuple[str, ...]] = ()
 
-    input_observation_space: _InputSpace = _InputSpace()
-    input_action_space: _InputSpace = _InputSpace()
+    input_observation_space: _PieceSpace = _PieceSpace()
+    input_action_space: _PieceSpace = _PieceSpace()
+    observation_space = _PieceSpace()
+    action_space = _PieceSpace()
 
     _name: str | None = field(default=None, init=False)
     is_of_user: ClassVar[bool] = False  # so it may hold state without declaring it, or make passes of the module
     _state_watch: StateWatch | None = field(default=None, init=False)
+    _input_observation_space: Space | None = field(init=False)
+    _input_action_space: Space | None = field(init=False)
+    _observation_space: Space | None = field(init=False)
+    _action_space: Space | None = field(init=False)
+    _spaces_known: bool = field(init=False)
+    _spaces_given: dict[str, Space | None] = field(init=False)  # while the constructor runs: those that it has set
     _ctor_args: tuple[Any, ...] = field(init=False)
     _ctor_kwargs: dict[str, Any] = field(init=False)
     _is_made = False  # by its constructor
@@ -138,7 +152,7 @@ class ConnectorV2(metaclass=_PieceType):
         piece._ctor_args, piece._ctor_kwargs = args, kwargs
         piece._input_observation_space = piece._input_action_space = None
         piece._observation_space = piece._action_space = None
-        piece._spaces_known = False
+        piece._spaces_known, piece._spaces_given = False, {}
         return piece
 
     def __init__(
@@ -146,14 +160,9 @@ class ConnectorV2(metaclass=_PieceType):
     ) -> None:
         if kwargs:
             raise TypeError(f"{self.name} takes no argument named {' or '.join(map(repr, kwargs))}")
-        self._input_observation_space: Space | None = input_observation_space
-        self._input_action_space: Space | None = input_action_space
-        self._observation_space: Space | None = None
-        self._action_space: Space | None = None
-        self._spaces_known = False
+        self._input_observation_space, self._input_action_space = input_observation_space, input_action_space
         with contextlib.suppress(Exception):  # attributes may still be missing: an error that lasts is raised later
             self._recompute_spaces()
-        vars(self)[_SET_BEFORE] = dict(vars(self))
 
     @abc.abstractmethod
     def __call__(
@@ -197,28 +206,6 @@ class ConnectorV2(metaclass=_PieceType):
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         """The space that this piece leaves actions in; the same unless overridden. Called by position."""
         return input_action_space
-
-    @property
-    def observation_space(self) -> Space | None:
-        """The space that this piece leaves observations in."""
-        self._know_spaces()
-        return self._observation_space
-
-    @observation_space.setter
-    def observation_space(self, space: Space | None) -> None:
-        self._know_spaces()
-        self._observation_space = space
-
-    @property
-    def action_space(self) -> Space | None:
-        """The space that this piece leaves actions in."""
-        self._know_spaces()
-        return self._action_space
-
-    @action_space.setter
-    def action_space(self, space: Space | None) -> None:
-        self._know_spaces()
-        self._action_space = space
 
     def set_input_spaces(self, observation_space: Space | None, action_space: Space | None) -> None:
         """Set both input spaces, and recompute once."""
