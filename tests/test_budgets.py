@@ -18,7 +18,7 @@ LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
-    "cli": (1139, 3),  # filmed environments, from nodes/env
+    "cli": (1065, 2),  # filmed environments, from nodes/env
     "nodes": (165, 0),  # keywords checked in one place
     "nodes/connectors": (593, 7),  # named pieces, which stood in alpha and in pipelines; bases of pieces by kind
     "nodes/connectors/alpha": (445, 19),  # a connector that normalizes is not found as one that clips

@@ -2,14 +2,11 @@
 
 import signal
 import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import serving_process
 from command_errors import Says
@@ -20,9 +17,8 @@ from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, FrameStacking, MeanStdFilter, Policy, Rollout
 from rollflow.cli.main import main
-from rollflow.cli.record import FilmedEnv, record_episodes
+from rollflow.cli.record import record_episodes
 from rollflow.policy import OnnxPolicy
-from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import equal_trees
 
 
@@ -121,54 +117,6 @@ def test_only_the_named_outputs_are_written(names: list[str], policy: Path, tmp_
     assert main(command(policy, tmp_path / "data", "--extra", *names, episodes=1)) == 0
     always = {"obs", "actions", "rewards", "terminateds", "truncateds", "policy_version"}
     assert DatasetSource(tmp_path / "data").columns.keys() == always | set(names)
-
-
-@pytest.mark.slow
-def test_a_video_of_each_episode_has_a_frame_for_each_observation(policy: Path, tmp_path: Path) -> None:
-    av = needs("av")
-    videos, options = tmp_path / "videos", ("--num-envs", "2", "--seed", "3")
-    assert main(command(policy, tmp_path / "data", "--video", str(videos), *options, episodes=3)) == 0
-    table = pq.read_table(tmp_path / "data" / "episodes").group_by(["slot", "eps_id"], use_threads=False)
-    lengths = table.aggregate([("num_steps", "sum")]).sort_by([("slot", "ascending")]).column("num_steps_sum")
-    names = ["slot-0-episode-0.mp4", "slot-0-episode-1.mp4", "slot-1-episode-0.mp4"]
-    assert sorted(path.name for path in videos.iterdir()) == names
-    frames = []
-    for name in names:
-        with av.open(videos / name) as video:
-            frames.append(sum(1 for _ in video.decode(video=0)))
-            assert (video.streams.video[0].width, video.streams.video[0].height) == (600, 400)
-    assert frames == [length + 1 for length in lengths.to_pylist()]
-
-
-def test_videos_want_environments_that_render_and_the_package(
-    policy: Path, tmp_path: Path, refused: Says, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(DatasetError, match="the environment's render_mode is None, expected 'rgb_array' for videos"):
-        FilmedEnv(lambda: gym.make("CartPole-v1"), tmp_path, 0, 1)
-    monkeypatch.setitem(sys.modules, "av", None)
-    assert "pip install 'rollflow[video]'" in refused(
-        *command(policy, tmp_path / "data", "--video", str(tmp_path / "videos"))
-    )
-    (tmp_path / "av.py").write_text("import not_there")  # as one that is installed without what it takes
-    monkeypatch.delitem(sys.modules, "av")
-    monkeypatch.syspath_prepend(tmp_path)
-    told = refused(*command(policy, tmp_path / "data", "--video", str(tmp_path / "videos")))
-    cause = "which raises ModuleNotFoundError: No module named 'not_there'"
-    assert f"a video takes the package av, {cause}: pip install 'rollflow[video]'" in told
-    assert not (tmp_path / "data").exists()
-
-
-def test_an_episode_that_does_not_end_leaves_no_video(tmp_path: Path) -> None:
-    needs("av")
-    env = FilmedEnv(lambda: gym.make("CartPole-v1", render_mode="rgb_array"), tmp_path / "videos", 0, 2)
-    for _ in range(2):
-        env.reset(seed=0)
-        env.step(0)
-    env.close()
-    assert list((tmp_path / "videos").iterdir()) == []
-    (tmp_path / "videos" / "slot-0-episode-3.mp4").touch()
-    with pytest.raises(DatasetError, match=r"slot-0-episode-3\.mp4 is there already, expected another folder"):
-        FilmedEnv(lambda: gym.make("CartPole-v1", render_mode="rgb_array"), tmp_path / "videos", 0, 2)
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
