@@ -1,7 +1,7 @@
 """Pieces that make actions of a forward pass's output: sampling, items one by one, bounds, and exploration."""
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from rollflow.nodes.connectors.common.batches import (
     CHOSEN_BY,
     DEVICE,
     MEMORIZED,
+    FusedPieces,
     array_of,
     as_array,
     module_by_module,
@@ -35,12 +36,16 @@ from rollflow.nodes.connectors.list_form import (
 )
 from rollflow.nodes.modules.distribution import (
     Categorical,
+    DiagGaussian,
     DistributionType,
+    JointRaces,
+    Races,
     distribution_for,
     nearest_whole,
     whole_bounds_of,
     without_choice,
 )
+from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.data.space import ARRAYS, Numerics, nearest, whole_bounds
@@ -983,3 +988,153 @@ def _like(column: Any, values: Any, xp: Any, *, are_floats: bool = False) -> Any
     if isinstance(column, list):
         return list(values)
     return tensor_of(values) if torch.is_tensor(column) else values
+
+
+_ACTED = {Columns.ACTIONS, Columns.ACTION_LOGP, Columns.ACTIONS_FOR_ENV}
+
+
+class FusedActions(FusedPieces):
+    """The pieces that sample actions from a module's output, and bring them into the environments' bounds."""
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        super().__init__(pieces)
+        self._get, self._clip = pieces[0], pieces[-2]
+        self._explore = False
+        self._made: Any = None  # maker of distributions that the module gave last
+        self._type: Any = None  # the same, if these are categorical ones, or normal ones over floats; else None
+        self._is_categorical = False
+        self._one: Categorical | None = None  # of categorical ones that `like` makes as well
+        self._asks = True  # at every step: a module may say otherwise by a method of its own
+        self._may_mask = True
+
+    def make(
+        self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+    ) -> Batch | None:
+        if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
+            return None
+        if DEVICE in shared_data:
+            return self._of_tensors(rl_module, batch, explore, shared_data)
+        races, generator = shared_data.get(RACES), shared_data.get("generator")
+        arrays, is_usable = self._acted(rl_module, batch, explore, races, generator)
+        if not is_usable:
+            refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, self._type, rl_module)
+        if not is_usable and arrays is not None:
+            refuse_infinite(arrays[Columns.ACTION_LOGP], shared_data, episodes, rl_module)
+        return arrays
+
+    def jointly(
+        self, rl_module: Any, batch: Batch, sizes: Sequence[int], explore: Any, shared_data: Sequence[dict[str, Any]]
+    ) -> Batch | None:
+        """The batch that the pieces make for several lanes, in the rows of one batch.
+
+        sizes, shared_data    of each lane
+
+        None if each lane is to be run by itself, as if a lane's logits are refused.
+        """
+        if any(MEMORIZED in shared or TIME_RANK_ADDED in shared or DEVICE in shared for shared in shared_data):
+            return None
+        races: list[Any] = [shared.get(RACES) for shared in shared_data]
+        joint = None if None in races else races[0] if len(races) == 1 else JointRaces(races, sizes)
+        arrays, is_usable = self._acted(rl_module, batch, explore, joint, None)
+        return arrays if is_usable else None
+
+    def _acted(
+        self,
+        module: Any,
+        batch: Batch,
+        explore: Any,
+        races: Races | JointRaces | None,
+        generator: torch.Generator | None,
+    ) -> tuple[Batch | None, bool]:
+        """The batch with actions, and False if the inputs that they were sampled from may be unusable."""
+        arrays: Batch = {}
+        try:
+            for name, value in batch.items():
+                arrays[name] = value.numpy()
+        except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
+            return None, True
+        is_usable, changes = True, self._clip.changes_actions
+        if changes and Columns.ACTIONS_FOR_ENV in arrays:
+            return None, True
+        if Columns.ACTIONS in arrays:  # the module has chosen
+            chosen = arrays[Columns.ACTIONS]
+            if chosen.dtype.kind == "f" and slots_with_nan(chosen):
+                return None, True
+        else:
+            logits = batch.get(Columns.ACTION_DIST_INPUTS)
+            if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
+                return None, True
+            if self._asks or module is not self._module or explore is not self._explore:
+                self._resolve(module, explore, logits)
+            chance = races if self._is_categorical else generator
+            if self._type is None or Columns.ACTION_LOGP in arrays:
+                return None, True
+            if chance is None and (explore or not self._is_categorical):
+                return None, True
+            is_usable = self._sample(arrays, logits, chance)
+        if changes:
+            try:
+                self._clip(batch=arrays)
+            except ConnectorError:  # which the piece raises again, and is named
+                return None, True
+        return arrays, is_usable
+
+    def _of_tensors(self, module: Any, batch: Batch, explore: Any, shared_data: dict[str, Any]) -> Batch | None:
+        """The batch of a lane on a device with actions; None if the pieces are to be called."""
+        logits = batch.get(Columns.ACTION_DIST_INPUTS)
+        if not explore or type(logits) is not torch.Tensor or logits.dtype is not torch.float32:
+            return None
+        if not _ACTED.isdisjoint(batch):
+            return None
+        if self._asks or module is not self._module or explore is not self._explore:
+            self._resolve(module, explore, logits)
+        if self._type is None:
+            return None
+        shared_data[CHOSEN_BY] = self._type
+        chance = shared_data[RACES if self._is_categorical else "generator"]
+        actions, logp = self._type.from_logits(logits).sample_tensors(chance)
+        made = {**batch, Columns.ACTIONS: actions, Columns.ACTION_LOGP: logp}
+        return self._clip(batch=made, shared_data=shared_data) if self._clip.changes_actions else made
+
+    def _sample(self, arrays: Batch, logits: torch.Tensor, chance: Any) -> bool:
+        """Add actions and their log-probabilities; False if the logits that they follow from may be unusable.
+
+        chance    random numbers as the distribution takes them
+        """
+        given = arrays[Columns.ACTION_DIST_INPUTS]
+        one = self._one if given.shape[1] == self._type.required_input_dim else None
+        distribution: Any = self._type.from_logits(logits) if one is None else one.like(logits)
+        if not self._explore:
+            if self._is_categorical:
+                actions, logp = distribution.likeliest_with_logp()
+            else:
+                actions, logp = distribution.to_deterministic().action.numpy(), np.zeros(len(given), np.float32)
+            is_usable = bool(np.maximum.reduce(given, axis=None) < np.inf) and not rules_all_out(given)
+        else:
+            actions, logp = distribution.sample_with_logp(chance)
+            if self._is_categorical:
+                is_usable = are_usable(given, logp, self._may_mask)
+            else:
+                is_usable = bool(abs(np.add.reduce(logp)) < np.inf)
+        arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
+        return is_usable
+
+    def _resolve(self, module: Any, explore: Any, logits: torch.Tensor) -> None:
+        known = None if module is self._module else self._known(module)
+        if known is not None and known[0] is explore:
+            self._module, self._asks = module, False
+            self._explore, self._made, self._type, self._is_categorical, self._one, self._may_mask = known
+            return
+        made = self._get.distribution_type(module, explore=explore)
+        if made is not self._made:
+            one = made.from_logits(logits) if type(made) is DistributionType else None
+            self._made, self._type = made, made if type(one) in (Categorical, DiagGaussian) else None
+            self._is_categorical = type(one) is Categorical
+            self._one = one if type(one) is Categorical and made.is_categorical else None
+        name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
+        own = getattr(getattr(module, name, None), "__func__", None)
+        self._asks = own is not getattr(RLModule, name)
+        self._module, self._explore, self._may_mask = module, explore, may_mask(module)
+        if not self._asks:
+            known = explore, self._made, self._type, self._is_categorical, self._one, self._may_mask
+            self._keep(module, known)

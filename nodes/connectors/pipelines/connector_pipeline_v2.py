@@ -271,6 +271,17 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
         return self._called(range(first, len(self._pieces)), batch, episodes, {**given, **more})
 
+    def _fused_alone(self, method: str, calls: int, *given: Any) -> Batch | None:
+        """What a method of the pieces as one makes, for so many calls; None if it can't, or there are other pieces."""
+        if self._fused_from != 0 or not self.fuses:
+            return None
+        mark = perf_counter_ns()
+        made: Batch | None = getattr(self._fused, method)(*given)
+        if made is not None:
+            self._fused_timer.calls += calls
+            self._fused_timer.total_ns += perf_counter_ns() - mark
+        return made
+
     def _called(self, places: range, batch: Batch, episodes: Episodes, given: dict[str, Any]) -> Batch:
         """The batch that the pieces at some places make of it, each called with what is given as well."""
         is_columnar = isinstance(episodes, LaneEpisodes | FragmentEpisodes)
