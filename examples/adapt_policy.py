@@ -6,16 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow import GeneralAdvantageEstimation, RLModule, Rollout
-from rollflow.nodes.connectors.alpha import (
-    ConnectorContext,
-    ConnectorPolicy,
-    default_action_connectors,
-    default_agent_connectors,
-    local_policy_inference,
-    register_lambda_action_connector,
-    register_lambda_agent_connector,
-)
+from rollflow import GeneralAdvantageEstimation, Policy, RLModule, Rollout
 
 NUM_ENVS, FRAGMENT_LENGTH, UPDATES, EPOCHS, LEARNING_RATE, EPISODES = 16, 64, 60, 6, 3e-3, 10
 
@@ -38,15 +29,9 @@ class NewCartPole(gym.Env[Any, Any]):
         return np.hstack((observation, [8.0, 6.0])), float(reward), terminated, truncated, info
 
 
-def v2_to_v1_obs(data: Any) -> Any:
-    """Drop the features that the policy does not know."""
-    return {**data, "new_obs": data["new_obs"][:-2]}
-
-
-V2ToV1Obs = register_lambda_agent_connector("V2ToV1ObsAgentConnector", v2_to_v1_obs)
-V1ToV2Action = register_lambda_action_connector(
-    "V1ToV2ActionConnector", lambda actions, states, fetches: (np.hstack((actions, [0])), states, fetches)
-)
+# Where what the policy sees, and what the environment takes, comes from: all but the two new features, and a 0.
+FIELDS: dict[str, Any] = {f"observation[{i}]": f"observation[{i}]" for i in range(4)}
+FIELDS |= {"action[0]": "action", "action[1]": 0}
 
 
 def trained(seed: int) -> RLModule:
@@ -70,23 +55,25 @@ def trained(seed: int) -> RLModule:
     return module
 
 
+def adapted(module: RLModule, env: NewCartPole) -> Policy:
+    """A policy of the old environment that acts in the new one, by the likeliest actions."""
+    old = Policy(module, observation_space=module.observation_space, action_space=module.action_space)
+    return old.adapted(env, fields=FIELDS)
+
+
 def main(seed: int = 0) -> float:
     """Train in the old environment, adapt, and play in the new one; the mean return there."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    module, env = trained(seed), NewCartPole()
-    ctx = ConnectorContext.from_policy(module)
-    policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
-    policy.agent_connectors.prepend(V2ToV1Obs(ctx))
-    policy.action_connectors.append(V1ToV2Action(ctx))
+    env = NewCartPole()
+    policy = adapted(trained(seed), env)
     rewards = 0.0
     for episode in range(EPISODES):
         observation, _ = env.reset(seed=episode)
-        policy.agent_connectors.reset("env_1")
+        policy.reset()
         done = False
         while not done:
-            ((action, _, _),) = local_policy_inference(policy, "env_1", "agent_1", observation, explore=False)
-            observation, reward, terminated, truncated, _ = env.step(action)
+            observation, reward, terminated, truncated, _ = env.step(policy.act(observation))
             rewards, done = rewards + reward, terminated or truncated
     print(f"mean return {rewards / EPISODES:.1f} in the new environment")
     return rewards / EPISODES

@@ -12,13 +12,6 @@ import torch
 
 from rollflow import DefaultModelConfig, Policy
 from rollflow.nodes import DefaultModule
-from rollflow.nodes.connectors.alpha import (
-    ConnectorContext,
-    ConnectorPolicy,
-    default_action_connectors,
-    default_agent_connectors,
-    local_policy_inference,
-)
 from rollflow.policy.serving import HttpServer, Shelf
 
 LESSONS, UPDATES, STEPS, ROWS, CLIENTS, LEARNING_RATE = 20, 300, 48, 32, 4, 3e-3
@@ -27,16 +20,14 @@ CONFIG = DefaultModelConfig(fcnet_hiddens=(32,), use_lstm=True, lstm_cell_size=3
 
 def lessons(module: Any) -> list[tuple[Any, Any]]:
     """Observations f32[T, 6] and actions i64[T, 2] of each episode that the adapted policy plays."""
-    env, ctx = old.NewCartPole(), ConnectorContext.from_policy(module)
-    policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
-    policy.agent_connectors.prepend(old.V2ToV1Obs(ctx))
-    policy.action_connectors.append(old.V1ToV2Action(ctx))
+    env = old.NewCartPole()
+    policy = old.adapted(module, env)
     episodes = []
     for number in range(LESSONS):
         (observation, _), seen, chosen, done = env.reset(seed=number), list[Any](), list[Any](), False
-        policy.agent_connectors.reset("env_1")
+        policy.reset()
         while not done:
-            ((action, _, _),) = local_policy_inference(policy, "env_1", "agent_1", observation, explore=False)
+            action = policy.act(observation)
             seen.append(observation)
             chosen.append(action)
             observation, _, terminated, truncated, _ = env.step(action)

@@ -7,7 +7,7 @@ To write one:
             ac_data.data[SampleBatch.NEXT_OBS] = ac_data.data[SampleBatch.NEXT_OBS] / 2
             return ac_data
 
-A `ConnectorPolicy` acts with pipelines of them, by `local_policy_inference`. Rollouts take `ConnectorV2` pieces alone.
+Programs call pipelines of them around a policy. Rollouts, and `Policy`, take `ConnectorV2` pieces alone.
 """
 
 import abc
@@ -15,21 +15,20 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from gymnasium import spaces
 
+from rollflow.nodes.connectors.common.batches import TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import Space
 from rollflow.nodes.connectors.list_form import check_has_numbers
-from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions, NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.action_pieces import ClipActions
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import NamedPieces, NameOrClass
-from rollflow.nodes.modules.rl_module import evaluating, is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, shown
-from rollflow.stream.data.space import flatten, item_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.space import flatten
+from rollflow.stream.data.tree import Tree, map_tree
 
 PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
 """Output of a policy: actions, states as a list of arrays, and further outputs by name."""
@@ -110,20 +109,6 @@ class ConnectorContext:
     observation_space: Space | None = None
     action_space: Space | None = None
     is_policy_recurrent: bool = False
-
-    @classmethod
-    def from_policy(cls, policy: Any) -> Self:
-        """The context of a policy, or of an RLModule: its spaces, its states, and the rest as far as it has it."""
-        states = policy.get_initial_state() if callable(getattr(policy, "get_initial_state", None)) else None
-        config = getattr(policy, "config", None)
-        leaves = [] if states is None else [array_of(leaf) for leaf in leaves_of(states)]
-        return cls(
-            config=config if isinstance(config, Mapping) else {},
-            initial_states=leaves,
-            observation_space=getattr(policy, "observation_space", None),
-            action_space=getattr(policy, "action_space", None),
-            is_policy_recurrent=bool(leaves),
-        )
 
 
 class Connector:
@@ -218,11 +203,6 @@ class ActionConnector(Connector):
     def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
         """Transform the output for one agent, which may be changed in place."""
         raise ConnectorError(f"{type(self).__name__} overrides neither transform nor __call__, expected one of them")
-
-
-def array_of(leaf: Any) -> Any:
-    """The array of a tensor; anything else as it is."""
-    return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
 
 
 class AgentData(dict[str, Any]):
@@ -455,44 +435,12 @@ class ClipRewardAgentConnector(AgentConnector):
         return ac_data
 
 
-class StateBufferConnector(AgentConnector):
-    """Adds the last output of the policy: `actions`, `state_out_0` and so on, and what it gave beside.
-
-    At the start of an episode actions are zeros in the context's action space, and states its initial ones. What is
-    buffered belongs to episodes under way, and is no part of the saved connector.
-    """
-
-    def __init__(self, ctx: ConnectorContext | None = None) -> None:
-        super().__init__(ctx)
-        self._outputs: dict[str, dict[str, PolicyOutputType]] = {}
-
-    def reset(self, env_id: str) -> None:
-        self._outputs.pop(env_id, None)
-
-    def on_policy_output(self, output: ActionConnectorDataType) -> None:
-        self._outputs.setdefault(output.env_id, {})[output.agent_id] = output.output
-
-    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-        data = columns_of(self, ac_data)
-        output = self._outputs.get(ac_data.env_id, {}).get(ac_data.agent_id)
-        if output is None:
-            space = self.context.action_space
-            actions, states = (None if space is None else item_of(space)), self.context.initial_states
-            fetches: Any = {}
-        else:
-            actions, states, fetches = output
-        if actions is not None:
-            data[SampleBatch.ACTIONS] = actions
-        data.update({f"state_out_{i}": state for i, state in enumerate(states)})
-        data.update(fetches)
-        return ac_data
-
-
 class ViewRequirementAgentConnector(AgentConnector):
     """Makes the policy's input, any[1, ...] each: `AgentConnectorsOutput`.
 
         obs                the newest observation, `new_obs`
-        state_in_0, …      of a recurrent policy: what `StateBufferConnector` has added as `state_out_0` and so on
+        state_in_0, …      of a recurrent policy: `state_out_0` and so on, of which the context's initial states say how
+                           many; a connector before adds them, by `on_policy_output`
 
     Raises ConnectorError for data without one of those.
     """
@@ -502,7 +450,7 @@ class ViewRequirementAgentConnector(AgentConnector):
         states = {f"state_in_{i}": f"state_out_{i}" for i in range(len(self.context.initial_states))}
         sources = {SampleBatch.OBS: SampleBatch.NEXT_OBS, **states}
         if missing := [source for source in sources.values() if source not in data]:
-            remedy = "one" if missing[0] == SampleBatch.NEXT_OBS else "StateBufferConnector before it"
+            remedy = "one" if missing[0] == SampleBatch.NEXT_OBS else "a connector before it that adds it"
             raise ConnectorError(
                 f"ViewRequirementAgentConnector: the data of agent {agent_id!r} of environment {env_id!r} have no "
                 f"'{missing[0]}', expected {remedy}; columns: {', '.join(map(str, data)) or 'none'}"
@@ -520,7 +468,8 @@ def _array_of(leaf: Any) -> Any:
 
 def _as_arrays(actions: Any, states: Any, fetches: Any) -> PolicyOutputType:
     """Turns tensors among actions and states into arrays; fetches stay as they are."""
-    return map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches
+    made = TensorToNumpy()(batch={"actions": actions, "states": list(states)})
+    return made["actions"], made["states"], fetches
 
 
 ConvertToNumpyConnector = register_lambda_action_connector("ConvertToNumpyConnector", _as_arrays)
@@ -529,29 +478,17 @@ ConvertToNumpyConnector = register_lambda_action_connector("ConvertToNumpyConnec
 class ClipActionsConnector(ActionConnector):
     """Clips actions to the bounds that Boxes of the context's action space have, with the piece that rollouts use."""
 
-    normalize_actions = False
-    _piece: NormalizeAndClipActions | None = None
+    _piece: ClipActions | None = None
 
     def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
         if self._piece is None:
-            space, normalizes = self.context.action_space, self.normalize_actions
-            if space is None:
+            if self.context.action_space is None:
                 raise ConnectorError(
-                    f"{type(self).__name__}: the context has no action_space, expected ConnectorContext(action_space=…)"
+                    f"{self.name}: the context has no action_space, expected ConnectorContext(action_space=…)"
                 )
-            self._piece = NormalizeAndClipActions(
-                None, space, normalize_actions=normalizes, clip_actions=not normalizes
-            )
+            self._piece = ClipActions(None, self.context.action_space)
         batch = self._piece(batch={Columns.ACTIONS: [ac_data.output[0]]})
         return replace(ac_data, output=(batch[Columns.ACTIONS_FOR_ENV][0], *ac_data.output[1:]))
-
-
-class NormalizeActionsConnector(ActionConnector):  # in pipelines it must not be found as a ClipActionsConnector
-    """Scales actions from -1 … 1 to low … high of Boxes that are bounded on all sides."""
-
-    normalize_actions = True
-    _piece: NormalizeAndClipActions | None = None
-    transform = ClipActionsConnector.transform
 
 
 def _immutable(actions: Any, states: Any, fetches: Any) -> PolicyOutputType:
@@ -572,161 +509,3 @@ def _read_only(actions: Tree) -> Any:
     if isinstance(actions, list | tuple):
         return tuple(map(_read_only, actions))
     return actions
-
-
-# Acting with a policy and its connectors, one observation at a time
-
-
-def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
-    """Rewards clipped, observations preprocessed, states buffered, and the policy's input made.
-
-    `ctx.config["clip_rewards"]` clips rewards by their sign if it is True, to -number … number if it is a number.
-    Raises ConnectorError for an `observation_filter` in `ctx.config` other than "NoFilter".
-    """
-    connectors: list[AgentConnector] = []
-    clip = ctx.config.get("clip_rewards")
-    if clip:
-        connectors.append(ClipRewardAgentConnector(ctx, sign=clip is True, limit=None if clip is True else abs(clip)))
-    name = ctx.config.get("observation_filter") or "NoFilter"
-    if name != "NoFilter":
-        raise ConnectorError(f"observation_filter is {name!r}, expected NoFilter; the piece MeanStdFilter filters")
-    makers = ObsPreprocessorConnector, StateBufferConnector, ViewRequirementAgentConnector
-    return AgentConnectorPipeline(ctx, [*connectors, *(make(ctx) for make in makers)])
-
-
-def default_action_connectors(ctx: ConnectorContext) -> ActionConnectorPipeline:
-    """Actions as arrays, brought into their bounds, and read-only.
-
-    `ctx.config` says how: `normalize_actions` scales from -1 … 1, `clip_actions` clips; both are absent for neither.
-    """
-    bounded: list[ActionConnector] = []
-    if ctx.config.get("normalize_actions"):
-        bounded.append(NormalizeActionsConnector(ctx))
-    if ctx.config.get("clip_actions"):
-        bounded.append(ClipActionsConnector(ctx))
-    return ActionConnectorPipeline(ctx, [ConvertToNumpyConnector(ctx), *bounded, ImmutableActionsConnector(ctx)])
-
-
-class ConnectorPolicy:
-    """A module with the connectors around it: what `local_policy_inference` acts with.
-
-    module               an RLModule, which acts in evaluation mode
-    agent_connectors     before the module; they make its input
-    action_connectors    behind it
-    """
-
-    def __init__(
-        self, module: Any, agent_connectors: AgentConnectorPipeline, action_connectors: ActionConnectorPipeline
-    ) -> None:
-        self.module = module
-        self.agent_connectors, self.action_connectors = agent_connectors, action_connectors
-        self.observation_space, self.action_space = module.observation_space, module.action_space
-        self._get_actions = GetActions()
-        self._get_actions.set_input_spaces(self.observation_space, self.action_space)
-
-    def compute_actions_from_input_dict(self, input_dict: dict[str, Any], explore: bool = True) -> PolicyOutputType:
-        """Actions any[B, ...], a list of states any[B, ...], and further outputs any[B, ...], of columns any[B, ...].
-
-        Raises ConnectorError for a recurrent module's input without its states.
-        """
-        batch = {name: map_tree(_tensor, value) for name, value in input_dict.items() if _is_numeric(value)}
-        stateful = is_stateful(self.module)
-        if stateful:
-            self._add_states(batch, input_dict)
-            batch[Columns.OBS] = map_tree(lambda leaf: leaf[:, None], batch[Columns.OBS])
-        module = evaluating(self.module)
-        forward = module.forward_exploration if explore else module.forward_inference
-        with torch.inference_mode():
-            output = forward(batch)
-            states = leaves_of(output.pop(Columns.STATE_OUT)) if Columns.STATE_OUT in output else []
-            if stateful:
-                output = {name: map_tree(lambda leaf: leaf[:, 0], column) for name, column in output.items()}
-            output = self._get_actions(rl_module=self.module, batch=output, episodes=[], explore=explore)
-        made = {name: map_tree(array_of, column) for name, column in output.items()}
-        return made.pop(Columns.ACTIONS), [array_of(state) for state in states], made
-
-    def _add_states(self, batch: dict[str, Any], input_dict: dict[str, Any]) -> None:
-        initial = self.module.get_initial_state()
-        names = [f"state_in_{i}" for i in range(len(leaves_of(initial)))]
-        missing = [name for name in names if name not in input_dict]
-        if missing:
-            raise ConnectorError(
-                f"the input of {type(self.module).__name__} has no {', '.join(missing)}, which a recurrent module "
-                "needs; expected StateBufferConnector and ViewRequirementAgentConnector among the agent connectors"
-            )
-        states = iter([batch.pop(name) for name in names])
-        batch[Columns.STATE_IN] = map_tree(lambda _: next(states), initial)
-
-
-def local_policy_inference(
-    policy: Any,
-    env_id: str,
-    agent_id: str,
-    obs: Any,
-    reward: float | None = None,
-    terminated: bool | None = None,
-    truncated: bool | None = None,
-    info: Any = None,
-    explore: bool | None = None,
-) -> list[PolicyOutputType]:
-    """Act for one agent: a list with its (action, states, fetches); the connectors are put into evaluation.
-
-        policy        has `agent_connectors`, `action_connectors` and `compute_actions_from_input_dict`
-        env_id        of the environment; states are kept for each, until its `agent_connectors.reset(env_id)`
-        agent_id      of the agent in it
-        obs           its observation
-        reward, terminated, truncated, info    what came with that; None: nothing has come
-        explore       False: the likeliest action; True or None: a sampled one
-
-    If the step before has ended its episode, as `terminated` or `truncated` said, the next call begins a new one.
-    Raises ConnectorError for a policy without connectors, and if these do not make the policy's input.
-    """
-    given = {
-        SampleBatch.NEXT_OBS: obs,
-        SampleBatch.REWARDS: reward,
-        SampleBatch.TERMINATEDS: terminated,
-        SampleBatch.TRUNCATEDS: truncated,
-        SampleBatch.INFOS: info,
-    }
-    data = {name: value for name, value in given.items() if value is not None}
-    for name in ("agent_connectors", "action_connectors"):
-        if getattr(policy, name, None) is None:
-            raise ConnectorError(
-                f"policy {type(policy).__name__} has no {name}, expected a policy with both, such as ConnectorPolicy"
-            )
-    policy.agent_connectors.in_eval()
-    policy.action_connectors.in_eval()
-    made = policy.agent_connectors([AgentConnectorDataType(env_id, agent_id, data)])
-    outputs = [_acted(policy, each, explore) for each in made]
-    if terminated or truncated:
-        policy.agent_connectors.reset(env_id)
-    return outputs
-
-
-def _acted(policy: Any, each: AgentConnectorDataType, explore: bool | None) -> PolicyOutputType:
-    data = each.data
-    if not isinstance(data, AgentConnectorsOutput):
-        raise ConnectorError(
-            f"the agent connectors left {type(data).__name__} for agent {each.agent_id!r} of environment "
-            f"{each.env_id!r}, expected AgentConnectorsOutput: ViewRequirementAgentConnector makes it"
-        )
-    batched = policy.compute_actions_from_input_dict(data.sample_batch, explore=explore is not False)
-    actions, states, fetches = (map_tree(lambda leaf: leaf[0], part) for part in batched)
-    output: PolicyOutputType = (actions, states, fetches)
-    policy.agent_connectors.on_policy_output(
-        ActionConnectorDataType(
-            each.env_id, each.agent_id, data.raw_dict, (map_tree(np.array, actions), states, fetches)
-        )
-    )
-    chosen = ActionConnectorDataType(each.env_id, each.agent_id, data.raw_dict, output)
-    left: PolicyOutputType = policy.action_connectors(chosen).output
-    return left
-
-
-def _is_numeric(value: Any) -> bool:
-    return all(np.asarray(leaf).dtype.kind in "biuf" for leaf in leaves_of(value))
-
-
-def _tensor(leaf: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(np.array(leaf))
-    return tensor.float() if tensor.dtype is torch.float64 else tensor
