@@ -27,7 +27,7 @@ class ProtocolViolation(Exception):
 
 
 class RawConnection(ClosedOnExit):
-    """Connection with a host after its handshake, as a gateway has it, and frame by frame: what is sent may be wrong.
+    """Connection with a host: the handshake as a gateway has it, then message by message: what is sent may be wrong.
 
     opened        gives a new connection to the host
     secret        shared by both; None: there is none
@@ -43,22 +43,29 @@ class RawConnection(ClosedOnExit):
         self.secret, self._opened, self._patience_s = secret, opened, patience_s
         self._decoder = wire.FrameDecoder(wire.Limits().max_frame)
         self._waiting: list[wire.Message] = []
-        self._gateway = wire.GatewayConnection(
+        gateway = wire.GatewayConnection(
             software="rollflow check-host", secret=secret, limits=wire.Limits(), now=monotonic()
         )
         self.sock = opened()
         with closing_on_error(self.close):
             self.sock.settimeout(patience_s)
-            while not (events := self._events("the handshake")):
-                pass
+            events: list[Any] = []
+            while not events:
+                data = self._data("the handshake")
+                if gateway.is_new and data[0] in TLS_BEGINS:
+                    raise ProtocolViolation("speaks TLS, expected it not to")
+                events = gateway.receive(data, monotonic())
+                self.sock.sendall(b"".join(gateway.outgoing()))
+            if isinstance(events[0], WireError):
+                raise events[0]
             self.hello: wire.Hello = events[0]
             lanes = range(10, 10 + len(self.hello.slots))
             self.session = session or wire.GatewaySession(
                 self.hello.session, self.hello, lanes, self.hello.first_slots(0)
             )
-            self._gateway.welcome(self.session)
-            self._flush()
-        self.lane = self.session.lanes[0]
+            gateway.welcome(self.session)
+            self.sock.sendall(b"".join(gateway.outgoing()))
+        self._form, self.lane = form_of(self.hello), self.session.lanes[0]
 
     def again(self, session: wire.GatewaySession | None = None, secret: bytes | None = None) -> "RawConnection":
         """Close this connection; another one, with a new session or one that goes on, and a secret if it is another."""
@@ -69,44 +76,36 @@ class RawConnection(ClosedOnExit):
         """Close the connection, without a goodbye."""
         self.sock.close()
 
-    @property
-    def slots(self) -> int:
-        """Environments of the first lane."""
-        return self.session.slots_of(self.lane)
-
-    # As a gateway has it: what comes is checked
-
     def ask(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
-        """Send a valid request: its answer. Raises WireError or ProtocolViolation if that fails, or does not fit."""
+        """Send the next request: its answer. Raises WireError or ProtocolViolation if that fails, or does not fit."""
         self.put(request)
         return self.answers_to([request])[0]
 
     def put(self, request: wire.Reset | wire.Step) -> None:
-        """Send a valid request, whose answer is waited for from now on."""
-        self._gateway.ask(request)
-        self._flush()
+        """Send the next request, whose answer is waited for from now on."""
+        self.session.ask(request)
+        self.send(request)
 
     def answers_to(self, requests: Sequence[wire.Reset | wire.Step], how: str = "") -> list[wire.Rows | wire.AgentRows]:
         """The answers to these, in any order.
 
         how    the requests came, for errors
         """
-        left = {(request.lane, request.number): request for request in requests}
-        answers: list[Any] = []
+        left, answers = [request.lane for request in requests], []
         while left:
-            lanes = f"each of lanes {[lane for lane, _ in left]}, {how}"
+            lanes = f"each of lanes {left}, {how}"
             kind = "agent_rows" if self.hello.role == "agents" else "rows"
             expected = f"{kind} for {lanes if how else f'{requests[0].kind} {requests[0].number}'}"
-            for answer in self._events(expected):
-                if not isinstance(answer, wire.Rows | wire.AgentRows | wire.Failed):
-                    raise ProtocolViolation(f"sent {shown(answer)}, expected {expected}")
-                request = left.pop((answer.lane, answer.number))
-                if isinstance(answer, wire.Failed):
-                    failure = f"{answer.type}: {answer.text}"
-                    raise ProtocolViolation(
-                        f"failed at {request.kind} {request.number}: {failure}, expected {expected}"
-                    )
-                answers.append(answer)
+            answer = self.expect(wire.Rows | wire.AgentRows | wire.Failed, expected)
+            request: Any = self.session.asked(answer)
+            if request is None:  # after a reconnection it may come twice
+                continue
+            if isinstance(answer, wire.Failed):
+                failure = f"{answer.type}: {answer.text}"
+                raise ProtocolViolation(f"failed at {request.kind} {request.number}: {failure}, expected {expected}")
+            answers.append(self._form.check_rows(answer, request, self.session.slots_of(answer.lane)))
+            self.session.take(answers[-1])
+            left.remove(answer.lane)
         return answers
 
     def reset(self, seed: int = 1) -> wire.Rows | wire.AgentRows:
@@ -135,39 +134,23 @@ class RawConnection(ClosedOnExit):
 
     def actions(self, count: int) -> list[Tree]:
         """So many actions for all slots of the first lane, and all their agents, the same for every run."""
-        form = form_of(self.hello)
+        form, slots = self._form, self.session.slots_of(self.lane)
         if isinstance(form, wire.AgentForm):
             parts = zip(form.action_spaces, form.sizes, strict=True)
-            space: gym.Space[Any] = gym.spaces.Tuple([batch_space(part, self.slots * size) for part, size in parts])
+            space: gym.Space[Any] = gym.spaces.Tuple([batch_space(part, slots * size) for part, size in parts])
         else:
-            space = batch_space(space_of(dict(self.hello.action_space)), self.slots)
+            space = batch_space(space_of(dict(self.hello.action_space)), slots)
         space.seed(7)
         return [space.sample() for _ in range(count)]
-
-    def _events(self, what: str) -> list[Any]:
-        data = self._data(what)
-        if self._gateway.is_new and data[0] in TLS_BEGINS:
-            raise ProtocolViolation("speaks TLS, expected it not to")
-        events = self._gateway.receive(data, monotonic())
-        self._flush()
-        for event in events:
-            if isinstance(event, WireError):
-                raise event
-        return events
-
-    def _flush(self) -> None:
-        self.sock.sendall(b"".join(self._gateway.outgoing()))
-
-    # Frame by frame
 
     def send(self, message: wire.Message) -> None:
         """Send a message as it is."""
         self.sock.sendall(b"".join(wire.encode(message)))
 
-    def expect(self, kind: type[wire.Message], what: str) -> Any:
+    def expect(self, kind: Any, what: str) -> Any:
         """The next message, of this kind. Raises ProtocolViolation for another, and if none comes."""
         while not self._waiting:
-            self._waiting += [wire.decode(frame) for frame in self._decoder.feed(self._data(what))]
+            self._take(self._data(what))
         message = self._waiting.pop(0)
         if not isinstance(message, kind):
             raise ProtocolViolation(f"sent {shown(message)}, expected {what}")
@@ -188,10 +171,18 @@ class RawConnection(ClosedOnExit):
         last    message that it may say before
         """
         while not self._waiting and (data := self._data(what, may_end=True)):
-            said = [wire.decode(frame) for frame in self._decoder.feed(data)]
-            self._waiting += [message for message in said if last is None or not isinstance(message, last)]
+            self._take(data)
+            self._waiting = [message for message in self._waiting if last is None or not isinstance(message, last)]
         if self._waiting:
             raise ProtocolViolation(f"sent {shown(self._waiting[0])}, expected {what}")
+
+    def _take(self, data: bytes) -> None:
+        """Keep the messages in these bytes, but for pings, which are answered."""
+        for message in map(wire.decode, self._decoder.feed(data)):
+            if isinstance(message, wire.Ping):
+                self.send(wire.Pong(message.number))
+            else:
+                self._waiting.append(message)
 
     def _data(self, what: str, *, may_end: bool = False) -> bytes:
         """The next bytes; none if the other end has closed, if it may."""
