@@ -5,7 +5,7 @@ import select
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple
@@ -87,119 +87,6 @@ class HostEvent(NamedTuple):
     what: Any = None
 
 
-class Registry:
-    """Registry of hosts.
-
-        role         of the hosts
-        max_hosts    number of hosts beyond which more are refused
-
-        hosts        hosts that are there, or may come back, by the token of their session
-        news         what has happened, oldest first
-
-    Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
-    """
-
-    def __init__(self, role: str, max_hosts: int) -> None:
-        self.hosts: dict[bytes, RemoteHost] = {}
-        self.news: deque[HostEvent] = deque()
-        self._role, self._max_hosts = role, max_hosts
-        self._first: wire.Hello | None = None
-        self._next_lane = self._next_slot = 0
-        self._host_of: dict[int, RemoteHost] = {}
-
-    def host_of(self, lane: int) -> RemoteHost:
-        """The host that a lane is, or was, on."""
-        return self._host_of[lane]
-
-    def take_in(self, hello: wire.Hello, name: str, peer: "HostPeer") -> RemoteHost:
-        """Welcome a new host. Raises WireError if it can't be taken."""
-        self._check(hello)
-        lanes = range(self._next_lane, self._next_lane + len(hello.slots))
-        session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
-        peer.connection.welcome(session)
-        host = RemoteHost(name, session, peer.connection, dialled=peer.dialled)
-        self._next_lane += len(session.lanes)
-        self._next_slot += hello.num_envs
-        self._first = self._first or hello
-        self.hosts[session.token] = host
-        self._host_of.update(dict.fromkeys(session.lanes, host))
-        self.news.append(HostEvent("joined", host))
-        logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
-        return host
-
-    def lose(self, host: RemoteHost, error: WireError, now: float, grace_s: float) -> None:
-        """Note that a host has lost its connection and may come back."""
-        host.lost_at, host.reason = now, str(error)
-        host.reminder = WaitReminder()
-        logger.warning("host %s is lost: %s; it has %g s to come back", host.name, error, grace_s)
-
-    def take_back(self, host: RemoteHost, connection: wire.GatewayConnection, now: float) -> None:
-        """Note that a host has another connection."""
-        gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
-        host.connection, host.lost_at, host.is_away, host.told = connection, None, False, {}
-        self.news.append(HostEvent("reconnected", host))
-        logger.warning("host %s is connected again%s", host.name, gone)
-
-    def leave(self, host: RemoteHost, reason: str) -> None:
-        """Remove a host that has gone for good, if it is still here."""
-        if self.hosts.pop(host.session.token, None) is not None:
-            host.is_away = False
-            logger.warning("host %s has left: %s", host.name, reason)
-            self.news.append(HostEvent("left", host, reason))
-
-    def tick(self, now: float, grace_s: float) -> None:
-        """Remove lost hosts that were not back in time; tell and log that the others are awaited."""
-        for host in self._lost():
-            assert host.lost_at is not None
-            gone_s = now - host.lost_at
-            if gone_s >= grace_s:
-                self.leave(host, f"{host.reason}, and not back within {grace_s:g} s")
-                continue
-            if gone_s >= backoff.times.redial_s and not host.is_away:
-                host.is_away = True
-                self.news.append(HostEvent("away", host))
-            if host.reminder.is_long:
-                logger.warning(
-                    "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s)",
-                    host.name,
-                    gone_s,
-                    host.reason,
-                    grace_s - gone_s,
-                )
-
-    def _lost(self) -> list[RemoteHost]:
-        """Hosts without a connection."""
-        return [host for host in self.hosts.values() if host.lost_at is not None]
-
-    def _check(self, hello: wire.Hello) -> None:
-        if hello.role != self._role:
-            here, wanted = _WANTED[self._role]
-            is_for = f"; this host is for {_WANTED[hello.role][0]}" if hello.role in _WANTED else ""
-            raise WireError(
-                f"hello.role is '{hello.role}', expected '{self._role}': here are {here}, for {wanted}{is_for}", "role"
-            )
-        if hello.busy:
-            raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")
-        if (count := len(self.hosts) - len(self._lost())) >= self._max_hosts:
-            raise WireError(f"{count} hosts are here already, expected no more", "busy")
-        first = self._first
-        if first is None:
-            return
-        for name in ("observation_space", "action_space"):
-            if getattr(hello, name) != getattr(first, name):
-                path, mine, other = _difference(
-                    name, *(read_space(getattr(each, name), name) for each in (hello, first))
-                )
-                is_mine = f"hello.{path} of host {hello.name!r} is {_shortened(mine)}"
-                raise WireError(f"{is_mine}, expected that of host {first.name!r}, {_shortened(other)}", "spaces")
-        if (hello.agents, hello.parts) != (first.agents, first.parts):
-            raise WireError(
-                f"hello.agents is {shown(hello.agents)} in parts {shown(hello.parts)}, expected those of host "
-                f"{first.name!r}, {shown(first.agents)} in {shown(first.parts)}",
-                "spaces",
-            )
-
-
 def _difference(name: str, mine: Any, other: Any) -> tuple[str, Any, Any]:
     """The first part of a space that differs from another's, by its path; the whole if their structures differ."""
     for one, another in zip(leaves_within(mine, name), leaves_within(other, name), strict=False):
@@ -229,7 +116,8 @@ class Gateway:
         envs, role    where they are expected, and what they are to be
 
         hosts      hosts that are there, or may come back, by the token of their session
-        host_of    gives the host that a lane is, or was, on
+
+    Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
 
     The thread that runs the rollout calls `service` when `fileno` can be read. While that is busy with something else
     for long, a thread does, so that no host takes this gateway for dead: what came then makes `fileno` readable as
@@ -239,10 +127,12 @@ class Gateway:
     def __init__(self, envs: RemoteHosts, role: str) -> None:
         require("a rollout whose environments are on other hosts", (select, "epoll"))
         envs.take()
-        self._registry = Registry(role, envs.max_hosts)
-        self.hosts: Mapping[bytes, RemoteHost] = self._registry.hosts
-        self.host_of = self._registry.host_of
-        self._envs, self._limits = envs, envs.endpoint.limits
+        self.hosts: dict[bytes, RemoteHost] = {}
+        self._host_of: dict[int, RemoteHost] = {}
+        self._news: deque[HostEvent] = deque()
+        self._first: wire.Hello | None = None
+        self._next_lane = self._next_slot = 0
+        self._envs, self._role, self._limits = envs, role, envs.endpoint.limits
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, HostPeer, max_strangers=_MOST_STRANGERS)
         self._loop.dial([] if envs.is_listening else envs.addresses, envs.endpoint.tls)
@@ -270,7 +160,7 @@ class Gateway:
             if now - self._ticked >= _TEND_S / 2:
                 self._ticked = now
                 self._loop.tick(now)
-                self._registry.tick(now, self._limits.grace_s)
+                self._tick(now)
 
     def wait(self, timeout: float | None) -> None:
         """Wait until there is something to do for `service`; it may be called without."""
@@ -278,8 +168,12 @@ class Gateway:
 
     def news(self) -> Iterator[HostEvent]:
         """Events since the last call, oldest first."""
-        while self._registry.news:
-            yield self._registry.news.popleft()
+        while self._news:
+            yield self._news.popleft()
+
+    def host_of(self, lane: int) -> RemoteHost:
+        """The host that a lane is, or was, on."""
+        return self._host_of[lane]
 
     def ask(self, request: wire.Request) -> None:
         """Ask the host of a lane for something; it may take more than one connection.
@@ -312,7 +206,7 @@ class Gateway:
         with self._lock:
             host.connection.refuse(error.code, str(error))
             self._loop.drop(self._loop.peer_of(host.connection))
-            self._registry.leave(host, str(error))
+            self._leave(host, str(error))
 
     def wake(self) -> None:
         """Make `fileno` readable. From any thread."""
@@ -372,7 +266,7 @@ class Gateway:
         """Look after the sockets if nobody has for a while."""
         if monotonic() - self._serviced >= _TEND_S:
             self.service()
-            if self._registry.news:
+            if self._news:
                 self._loop.wakeup.ring()
 
     # What the loop asks for
@@ -390,13 +284,13 @@ class Gateway:
                 self._loop.drop(peer)
                 if peer.host is not None and peer.host.connection is peer.connection:
                     peer.host.has_drained = event.drained
-                    self._registry.leave(peer.host, f"said goodbye: {event.reason}")
+                    self._leave(peer.host, f"said goodbye: {event.reason}")
             case wire.Metrics():
                 assert peer.host is not None
-                self._registry.news.append(HostEvent("progressed", peer.host, event.metrics))
+                self._news.append(HostEvent("progressed", peer.host, event.metrics))
             case _:
                 assert peer.host is not None
-                self._registry.news.append(HostEvent("answered", peer.host, event))
+                self._news.append(HostEvent("answered", peer.host, event))
 
     def fail(self, peer: HostPeer, error: Exception, now: float) -> None:
         """Turn a stranger away, or note that a host is lost; raises what is no error of the wire."""
@@ -408,10 +302,10 @@ class Gateway:
             self._loop.turn_away(peer, quoted(error))
         elif host.connection is peer.connection:
             if error.code in COMES_BACK:
-                self._registry.lose(host, error, now, self._limits.grace_s)
+                self._lose(host, error, now)
             else:
                 host.lost_at = now
-                self._registry.leave(host, str(error))
+                self._leave(host, str(error))
 
     def _take_in(self, peer: HostPeer, hello: wire.Hello, now: float) -> None:
         """Take in a host that has proved itself: a new one, or one that comes back. Raises WireError for others."""
@@ -420,13 +314,94 @@ class Gateway:
             peer.connection.welcome(host.session)
             old, peer.host = self._loop.peer_of(host.connection), host
             self._loop.dialler.welcomed(peer.dialled)
-            self._registry.take_back(host, peer.connection, now)
+            gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
+            host.connection, host.lost_at, host.is_away, host.told = peer.connection, None, False, {}
+            self._news.append(HostEvent("reconnected", host))
+            logger.warning("host %s is connected again%s", host.name, gone)
             self._loop.drop(old)
             return
         for before in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
-            self._registry.leave(before, "it was started again")
-        peer.host = self._registry.take_in(hello, f"{quoted(hello.name)} ({peer.where})", peer)
+            self._leave(before, "it was started again")
+        self._check(hello)
+        lanes = range(self._next_lane, self._next_lane + len(hello.slots))
+        session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
+        peer.connection.welcome(session)
+        name = f"{quoted(hello.name)} ({peer.where})"
+        host = peer.host = RemoteHost(name, session, peer.connection, dialled=peer.dialled)
+        self._next_lane += len(lanes)
+        self._next_slot += hello.num_envs
+        self._first = self._first or hello
+        self.hosts[session.token] = host
+        self._host_of.update(dict.fromkeys(lanes, host))
+        self._news.append(HostEvent("joined", host))
+        logger.info("host %s has joined with %d environments", name, hello.num_envs)
         self._loop.dialler.welcomed(peer.dialled)
+
+    def _lose(self, host: RemoteHost, error: WireError, now: float) -> None:
+        """Note that a host has lost its connection and may come back."""
+        host.lost_at, host.reason = now, str(error)
+        host.reminder = WaitReminder()
+        logger.warning("host %s is lost: %s; it has %g s to come back", host.name, error, self._limits.grace_s)
+
+    def _leave(self, host: RemoteHost, reason: str) -> None:
+        """Remove a host that has gone for good, if it is still here."""
+        if self.hosts.pop(host.session.token, None) is not None:
+            host.is_away = False
+            logger.warning("host %s has left: %s", host.name, reason)
+            self._news.append(HostEvent("left", host, reason))
+
+    def _tick(self, now: float) -> None:
+        """Remove lost hosts that were not back in time; tell and log that the others are awaited."""
+        grace_s = self._limits.grace_s
+        for host in self._lost():
+            assert host.lost_at is not None
+            gone_s = now - host.lost_at
+            if gone_s >= grace_s:
+                self._leave(host, f"{host.reason}, and not back within {grace_s:g} s")
+                continue
+            if gone_s >= backoff.times.redial_s and not host.is_away:
+                host.is_away = True
+                self._news.append(HostEvent("away", host))
+            if host.reminder.is_long:
+                logger.warning(
+                    "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s)",
+                    host.name,
+                    gone_s,
+                    host.reason,
+                    grace_s - gone_s,
+                )
+
+    def _lost(self) -> list[RemoteHost]:
+        """Hosts without a connection."""
+        return [host for host in self.hosts.values() if host.lost_at is not None]
+
+    def _check(self, hello: wire.Hello) -> None:
+        if hello.role != self._role:
+            here, wanted = _WANTED[self._role]
+            is_for = f"; this host is for {_WANTED[hello.role][0]}" if hello.role in _WANTED else ""
+            raise WireError(
+                f"hello.role is '{hello.role}', expected '{self._role}': here are {here}, for {wanted}{is_for}", "role"
+            )
+        if hello.busy:
+            raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")
+        if (count := len(self.hosts) - len(self._lost())) >= self._envs.max_hosts:
+            raise WireError(f"{count} hosts are here already, expected no more", "busy")
+        first = self._first
+        if first is None:
+            return
+        for name in ("observation_space", "action_space"):
+            if getattr(hello, name) != getattr(first, name):
+                path, mine, other = _difference(
+                    name, *(read_space(getattr(each, name), name) for each in (hello, first))
+                )
+                is_mine = f"hello.{path} of host {hello.name!r} is {_shortened(mine)}"
+                raise WireError(f"{is_mine}, expected that of host {first.name!r}, {_shortened(other)}", "spaces")
+        if (hello.agents, hello.parts) != (first.agents, first.parts):
+            raise WireError(
+                f"hello.agents is {shown(hello.agents)} in parts {shown(hello.parts)}, expected those of host "
+                f"{first.name!r}, {shown(first.agents)} in {shown(first.parts)}",
+                "spaces",
+            )
 
 
 def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
