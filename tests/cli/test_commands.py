@@ -29,7 +29,7 @@ from rollflow.nodes.env.remote.env_host import HostLane
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import DatasetError, EnvError, page_on
 from rollflow.stream.wire import Limits, Welcome
-from rollflow.stream.wire.session import HostSession, TakenRequest
+from rollflow.stream.wire.session import HostSession
 
 
 @pytest.mark.slow
@@ -283,14 +283,14 @@ def test_a_host_that_steps_twice_is_found_out(
         if welcome.resumed:
             broken.add(self)
 
-    def takes_again(self: HostSession, request: Any) -> TakenRequest:
+    def takes_again(self: HostSession, request: Any) -> bool:
         taken = take(self, request)
-        if taken is TakenRequest.NEW or (breaks and self not in broken):
+        if taken or (breaks and self not in broken):
             return taken
         broken.discard(self)
         lane = self._lane(request.lane)
         lane.request, lane.answer = request, None
-        return TakenRequest.NEW
+        return True
 
     monkeypatch.setattr(HostSession, "begin", begins)
     monkeypatch.setattr(HostSession, "take", takes_again)
