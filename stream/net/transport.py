@@ -6,10 +6,11 @@ import socket
 import ssl
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from time import monotonic
+from typing import Any
 
 from rollflow.stream.data.system import system_module
 from rollflow.stream.wire import Address, Connection, Event, TcpAddress
@@ -35,6 +36,8 @@ class Transport:
 
     Reading finds out that a socket can't be written to any more.
     """
+
+    _is_in_pieces = False  # less may be received at a time than there is
 
     def __init__(self, sock: socket.socket, connection: Connection) -> None:
         sock.setblocking(False)
@@ -69,10 +72,8 @@ class Transport:
                 break
             except OSError:
                 count = 0
-            if count and self.connection.is_new and buffer[0] in TLS_BEGINS:
-                self._refuse_mismatch(speaks_tls=False)
             events += self.connection.filled(count, now) if count else self.connection.ended()
-            if not count or not self.connection.is_open or count < room:
+            if not count or not self.connection.is_open or (count < room and not self._is_in_pieces):
                 break
         return events
 
@@ -109,7 +110,7 @@ class Transport:
                     is_sending = False
                     self._sock.shutdown(socket.SHUT_WR)
                     poll.modify(self._sock, select.POLLIN)
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
                 if not self._sock.recv(_TLS_BYTES):
                     return
 
@@ -121,7 +122,10 @@ class Transport:
 
     def _receive(self, buffer: memoryview) -> int:
         """Receive into the buffer; the number of bytes received. Raises OSError if that can't be."""
-        return self._sock.recv_into(buffer)
+        count = self._sock.recv_into(buffer)
+        if count and self.connection.is_new and buffer[0] in TLS_BEGINS:
+            self._refuse_mismatch(speaks_tls=False)
+        return count
 
     def _send(self) -> int:
         """Send from `_unsent`; the number of bytes sent."""
@@ -172,102 +176,81 @@ class TlsTransport(Transport):
     dialled    the address that was dialled, whose name a client expects in the certificate; None: the other end has
     """
 
+    _is_in_pieces = True
+
     def __init__(
         self, sock: socket.socket, connection: Connection, context: ssl.SSLContext, *, dialled: Address | None
     ) -> None:
         super().__init__(sock, connection)
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(
-            self._incoming,
-            self._outgoing,
+        self._sock = self._tls = context.wrap_socket(
+            sock,
             server_side=dialled is None,
             server_hostname=dialled.host if isinstance(dialled, TcpAddress) else None,
+            do_handshake_on_connect=False,
         )
-        self._plain: deque[memoryview] = deque()  # not encrypted yet
-        self._encrypted = 0  # bytes of the connection's that are encrypted and not sent
+        connection.queued = partial(_queued, self._tls)
         self._is_agreed = False
-        self._is_mismatched = False  # the other end speaks no TLS: the refusal goes out in the clear
+        self._is_clear = False  # the other end speaks no TLS: the refusal goes out in the clear
 
     @property
     def waits_to_write(self) -> bool:
         """True if something is left to be sent once the socket takes more."""
-        return bool(self._unsent) or (self._is_agreed and bool(self._plain))
+        return bool(self._unsent) and (self._is_agreed or self._is_clear)
 
     def read(self, now: float) -> list[Event]:
         """Receive and decrypt what is there: the connection's events."""
-        has_ended = self._take_encrypted()
-        events: list[Event] = []
-        if self._is_mismatched:
-            self._refuse_mismatch(speaks_tls=True)
-            return []
-        try:
-            if self._agrees():
-                for count in self._decrypted():
-                    events += self.connection.filled(count, now)
-                    if not self.connection.is_open:
-                        break
-        except ssl.SSLError as error:
-            if not (has_ended and self.connection.is_new):  # else it was closed without a word
-                self.connection.refuse("tls", f"TLS: {tls_problem(error)}")
-        if has_ended and self.connection.is_open:
-            events += self.connection.ended()
-        self.write()
+        events = super().read(now)
+        while self._tls.pending() and self.connection.is_open:  # of which the system does not tell
+            events += super().read(now)
+        self.write()  # what may have waited for it
         return events
 
     def write(self) -> None:
         """Encrypt and send what there is to send, as much as the socket takes, and not for long."""
-        if self._is_mismatched:
-            super().write()
-            return
-        self._plain += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
-        with contextlib.suppress(ssl.SSLError):  # which reading finds out
-            while self._agrees() and self._plain and self._encrypted < _MOST_SENT:
-                count = self._tls.write(self._plain[0][:_MOST_SENT])
-                self._encrypted += count
-                self._plain[0] = self._plain[0][count:]
-                if not self._plain[0]:
-                    self._plain.popleft()
-        if self._outgoing.pending:
-            self._unsent.append(memoryview(self._outgoing.read()))
-        # Encrypted there are more of them, by less than this. Whether all are sent is known only when nothing is left.
-        sent = self._send() * 15 // 16
-        sent = min(sent, self._encrypted) if self._unsent else self._encrypted
-        self._encrypted -= sent
-        self.connection.sent(sent)
+        with contextlib.suppress(OSError):  # which reading finds out
+            self._agree()
+        super().write()
 
-    def _take_encrypted(self) -> bool:
-        """Take what has come; True if the other end has closed."""
-        for _ in range(_MOST_READS):
-            try:
-                data = self._sock.recv(_TLS_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return False
-            except OSError:
-                return True
-            if not data:
-                self._incoming.write_eof()
-                return True
-            if self.connection.is_new and data[0] not in TLS_BEGINS:
-                self._is_mismatched = True
-                self._unsent.clear()
-                return False
-            self.connection.is_new = False
-            self._incoming.write(data)
-        return False
+    def _receive(self, buffer: memoryview) -> int:
+        self._agree()
+        return 0 if self._is_clear else int(self._tried(self._tls.recv_into, buffer))
 
-    def _agrees(self) -> bool:
-        """True once both ends have agreed on how to encrypt. Raises ssl.SSLError if they can't."""
+    def _send_some(self, most: int) -> int:
+        """Encrypt and send some bytes: as many again if they could not be sent."""
+        if self._is_clear:
+            return socket.socket.send(self._sock, self._unsent[0])
         if not self._is_agreed:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                self._tls.do_handshake()
-                self._is_agreed = True
-        return self._is_agreed
+            raise BlockingIOError
+        return int(self._tried(self._tls.send, self._unsent[0][:_TLS_BYTES]))
 
-    def _decrypted(self) -> Iterator[int]:
-        """Counts of bytes, each decrypted into the connection's buffer."""
-        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError):
-            while count := int(self._tls.read(_TLS_BYTES, self.connection.buffer())):
-                yield count
+    def _agree(self) -> None:
+        """Go on to agree with the other end on how to encrypt. Raises BlockingIOError if that has to wait."""
+        if self._is_agreed or self._is_clear:
+            return
+        with contextlib.suppress(BlockingIOError):
+            if self.connection.is_new and (first := socket.socket.recv(self._sock, 1, socket.MSG_PEEK)):
+                self.connection.is_new = False
+                if first[0] not in TLS_BEGINS:
+                    self._is_clear = True
+                    self._unsent.clear()
+                    self._refuse_mismatch(speaks_tls=True)
+                    return
+        self._tried(self._tls.do_handshake)
+        self._is_agreed = True
+
+    def _tried(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        """What an operation returns. Raises BlockingIOError if it has to wait, OSError if there is nobody more.
+
+        The other end is refused for an error of TLS.
+        """
+        try:
+            return operation(*arguments)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLError as error:
+            if not isinstance(error, ssl.SSLEOFError):
+                self.connection.refuse("tls", f"TLS: {tls_problem(error)}")
+            raise
 
 
 def tls_problem(error: ssl.SSLError) -> str:

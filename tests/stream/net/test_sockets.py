@@ -324,7 +324,7 @@ def pair_of_sockets() -> tuple[socket.socket, socket.socket]:
     return dialled, accepted
 
 
-def carry(near: socket.socket, far: socket.socket, end: socket.socket, patience: float) -> None:
+def carry(near: socket.socket, far: socket.socket, end: Transport, patience: float) -> None:
     """Carry a little of what comes within so many seconds over to the other side of the line, to its end."""
     if select.select([near], [], [], patience)[0]:
         far.sendall(near.recv(ROOM))
@@ -359,10 +359,10 @@ def test_a_slow_line_is_no_silence(
     for beat in range(10 * SIZE // A_BEAT):  # noqa: B007  # which is counted
         for _ in range(A_BEAT // ROOM):
             here.write()
-            carry(near, far, theirs, 10.0 if sender.undelivered + sender.queued() else 0.0)
+            carry(near, far, there, 10.0 if sender.undelivered + sender.queued() else 0.0)
             taken += there.read(now)
             there.write()
-            carry(far, near, mine, 0.0)
+            carry(far, near, here, 0.0)
             here.read(now)
         if taken and not sender._unanswered:  # what was asked behind it is answered
             break
@@ -370,5 +370,7 @@ def test_a_slow_line_is_no_silence(
         sender.tick(now)
         assert sender.is_open, sender.error
     assert beat > 10
+    here.close()
+    there.close()
     [weights] = taken
     assert isinstance(weights, Weights)
