@@ -9,7 +9,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from rollflow.sinks.trainer.lending import FragmentBorrower
-from rollflow.sinks.trainer.messages import NUMBER
+from rollflow.sinks.trainer.messages import NUMBER, RolloutDescription
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.rounds import Rounds
@@ -239,7 +239,7 @@ class TrainerListener:
                 self._loop.drop(peer)
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
-                    source.leave()
+                    source.life = PeerLife.LEFT
             case wire.Fragment():
                 arrived = source.read(event if peer.borrower is None else peer.borrower.fragment(event))
                 self.weights.raise_to(arrived.policy_version or 0)
@@ -279,7 +279,8 @@ class TrainerListener:
             self._take_in_follower(peer, hello)
             return
         source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
-        source.introduce(hello, peer.where)
+        source.introduce(RolloutDescription.of(hello.metadata), len(hello.slots))
+        source.called, source.name = hello.name, f"{quoted(hello.name)} ({peer.where})"
         if source.rollout.shares_memory != self._shares:
             listens, dials = ("shm:", "another address") if self._shares else ("another address", "shm:")
             raise WireError(
@@ -315,8 +316,12 @@ class TrainerListener:
             return
         self._looks_at = now + look_s(len(self.sources))
         for token, source in list(self.sources.items()):
-            if leaves_overdue(source, now, self.limits.grace_s):
+            if source.life is PeerLife.AWAY and now - source.lost_at >= self.limits.grace_s:
+                source.life = PeerLife.LOST
                 self.bell.ring()
+                logger.warning("rollout %s is not back within %g s", source.name, self.limits.grace_s)
+            elif source.life is PeerLife.AWAY and source.reminder.is_long:
+                logger.warning("waiting: rollout %s: %s", source.whereabouts(self.limits.grace_s), source.reason)
             if source.life is PeerLife.LEFT and source.session.done == source.session.taken:  # it never comes again
                 del self.sources[token]
 
@@ -369,22 +374,6 @@ def announce(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
         logger.warning("rollout %s is connected again%s", source.name, gone)
 
 
-def leaves_overdue(source: RolloutPeer, now: float, grace_s: float) -> bool:
-    """Stop waiting for a lost rollout that did not come back within `grace_s` seconds; True if that happens now.
-
-    Until then, log at growing intervals that it is awaited.
-    """
-    if source.life is not PeerLife.AWAY:
-        return False
-    if now - source.lost_at >= grace_s:
-        source.give_up()
-        logger.warning("rollout %s is not back within %g s", source.name, grace_s)
-        return True
-    if source.reminder.is_long:
-        logger.warning("waiting: rollout %s: %s", source.whereabouts(grace_s), source.reason)
-    return False
-
-
 def difference(source: RolloutPeer, other: RolloutPeer) -> str:
     """The trait that keeps two rollouts from being learnt from together, of the first and the other; "": none does."""
     mine, theirs = _traits(source), _traits(other)
@@ -414,6 +403,6 @@ def _replace_lost(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
     """
     for other in others:
         if other.life is PeerLife.AWAY and other.called == source.called:
-            other.give_up()
+            other.life = PeerLife.LOST
             logger.warning("rollout %s has come in place of %s, which is not waited for", source.name, other.name)
             return

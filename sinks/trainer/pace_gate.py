@@ -5,7 +5,6 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -30,14 +29,8 @@ _NUMBER = field.whole(0, MOST_NUMBER)
 _ORDER = field.entries(window=_NUMBER, ahead=field.nullable(_NUMBER), version=_NUMBER, needs=_NUMBER, stays=field.flag)
 
 
-@dataclass(slots=True)
-class KeptItem:
-    """A message, its bytes, and its transitions, which are those of fragments with these origins."""
-
-    message: Fragment
-    nbytes: int
-    steps: int
-    origins: Sequence[Origin]
+# A message, its bytes, and its transitions, which are those of fragments with these origins.
+Kept = tuple[Fragment, int, int, Sequence[Origin]]
 
 
 class ResendBuffer(SenderSession):
@@ -55,7 +48,7 @@ class ResendBuffer(SenderSession):
         self.nbytes, self.needs = 0, 1
         self.order: Mapping[str, Any] | None = None
         self.max_bytes = checked_count("max_bytes", max_bytes, 1)
-        self._entries: deque[KeptItem] = deque()  # the last of the stream
+        self._entries: deque[Kept] = deque()  # the last of the stream
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -83,24 +76,24 @@ class ResendBuffer(SenderSession):
         return True
 
     def add(self, message: Fragment, nbytes: int, steps: int, origins: Sequence[Origin] = ()) -> None:
-        """Keep the next one; see `KeptItem`."""
+        """Keep the next one; see `Kept`."""
         with self._lock:
             assert message.number == self.given + 1
-            self._entries.append(KeptItem(message, nbytes, steps, origins))
+            self._entries.append((message, nbytes, steps, origins))
             self.nbytes += nbytes
             self.given = message.number
 
     def get(self, number: int) -> Fragment:
         """One that is kept."""
         with self._lock:
-            return self._entries[number - self.given - 1].message
+            return self._entries[number - self.given - 1][0]
 
     def take(self, done: Done) -> None:
         """Record how far the trainer is, and forget what it never wants again."""
         super().take(done)
         with self._lock:
             while len(self._entries) > self.given - self.kept:
-                self.nbytes -= self._entries.popleft().nbytes
+                self.nbytes -= self._entries.popleft()[1]
 
     def held_back(self, items: str) -> str:
         """The reason for which a trainer that is there takes no more, for people; `items` names what it is sent."""
@@ -109,7 +102,7 @@ class ResendBuffer(SenderSession):
             return f"{self.nbytes} bytes are kept until it {until}; max_bytes is {self.max_bytes}"
         return f"it has {self.given - self.done} {items} that it has not moved on from"
 
-    def later_than(self, number: int) -> list[KeptItem]:
+    def later_than(self, number: int) -> list[Kept]:
         """Those with greater numbers."""
         with self._lock:
             later = min(len(self), max(0, self.given - number))
@@ -177,7 +170,7 @@ class PaceGate(LaneGate):
         under_way: int = lane.sequence - self.given[lane.index]  # on their way to the sink
         later = self._buffer.later_than(self._buffer.done)
         ahead: int = order["ahead"]
-        kept = sum(1 for entry in later if entry.message.lane == lane.index)
+        kept = sum(1 for message, *_ in later if message.lane == lane.index)
         return under_way + kept < ahead
 
     def gone(self, lane: int, fragments: int) -> None:

@@ -133,7 +133,7 @@ class PeerLife(Enum):
 class RolloutPeer:
     """Knowledge of one rollout, across its connections.
 
-    Its life changes by `come`, `lose`, `finish`, `leave` and `give_up`.
+    Its life changes by `come`, `lose` and `finish`, and where it leaves, or is waited for no more.
     """
 
     session: wire.ReceiverSession  # memory that outlives its connections
@@ -233,20 +233,13 @@ class RolloutPeer:
         self.session.miss(number)
         self.life = PeerLife.FINISHED
 
-    def leave(self) -> None:
-        """Note its goodbye."""
-        self.life = PeerLife.LEFT
-
-    def give_up(self) -> None:
-        """Wait for it no more."""
-        self.life = PeerLife.LOST
-
-    def introduce(self, hello: wire.Hello, where: str) -> None:
-        """Take a Hello. Raises WireError if its metadata make no sense."""
-        self.rollout, self._layouts = RolloutDescription.of(hello.metadata), {}
-        self._introduce_lanes(len(hello.slots))
-        self.called = hello.name
-        self.name = f"{quoted(hello.name)} ({where})"
+    def introduce(self, rollout: RolloutDescription, lanes: int) -> None:
+        """Take what a Hello says. Raises WireError if it makes no sense."""
+        self.rollout, self._layouts, self.aside = rollout, {}, {}
+        self.take_lanes(lanes)
+        for lane, number in rollout.aside:
+            self.set_aside(lane, number)
+        self.is_awaited = self.is_awaited and self.is_present  # where it had ended, others went on without it
 
     def read(self, message: wire.Fragment) -> ArrivedItem:
         """The item of a message. Raises WireError if it is no item for a trainer."""
@@ -310,14 +303,6 @@ class RolloutPeer:
         """Let the rollout forget all items that are done, up to the number `most`; None: to the last."""
         session = self.session
         session.kept = max(session.kept, session.done if most is None else min(session.done, most))
-
-    def _introduce_lanes(self, count: int) -> None:
-        """Take the lanes of a Hello, so many. Raises WireError if they make no sense."""
-        self.take_lanes(count)
-        self.aside = {}
-        for lane, number in self.rollout.aside:
-            self.set_aside(lane, number)
-        self.is_awaited = self.is_awaited and self.is_present  # where it had ended, others went on without it
 
     def take_lanes(self, count: int) -> None:
         """Take the number of lanes that there are; train batches come as if of one. Raises WireError for too many."""

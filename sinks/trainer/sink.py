@@ -224,15 +224,15 @@ class TrainerSink:
         self._uplink.release()
         left, kept = self._session.given - self._session.done, self._session.later_than(self._session.done)
         if left:
-            self.lost["undelivered"] = steps = sum(entry.steps for entry in kept)
-            for origin in chain.from_iterable(entry.origins for entry in kept):
+            self.lost["undelivered"] = lost = sum(steps for _, _, steps, _ in kept)
+            for origin in chain.from_iterable(origins for *_, origins in kept):
                 origin.lose("undelivered")
             logger.log(
                 logging.WARNING if self.goodbye is None else logging.INFO,  # it has left of its own will
                 "%d %s with %d transitions not delivered: %s",
                 left,
                 self._sends if left > 1 else {"fragments": "fragment", "batches": "batch"}[self._sends],
-                steps,
+                lost,
                 self._uplink.problem or "the trainer had not moved on from them",
             )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
-from rollflow.stream.wire import Address, Limits, SharedAddress, TcpAddress, UnixAddress, check_secret, parse_address
+from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
 
 Secret = bytes | str | None
 
@@ -27,7 +27,7 @@ class Endpoint(NamedTuple):
     @property
     def shares(self) -> bool:
         """True if both ends share memory."""
-        return isinstance(self.address, SharedAddress)
+        return isinstance(self.address, UnixAddress) and self.address.scheme == "shm:"
 
 
 def endpoint_at(
@@ -48,9 +48,10 @@ def endpoint_at(
     """
     target, known = parse_address(address, may_share=may_share), secret_bytes(secret)
     check_secret(target, known)
+    endpoint = Endpoint(target, limits or Limits(), known, tls)
     if tls is None:
-        return Endpoint(target, limits or Limits(), known)
-    if isinstance(target, SharedAddress):
+        return endpoint
+    if endpoint.shares:
         raise WireError(f"address {str(target)!r} with tls: memory is not encrypted, expected tls=None", "tls")
     if listens and tls.protocol is ssl.PROTOCOL_TLS_CLIENT:
         raise WireError(
@@ -62,7 +63,7 @@ def endpoint_at(
         raise WireError(
             f"{target} has no host name to check in a certificate; expected tls.check_hostname=False", "tls"
         )
-    return Endpoint(target, limits or Limits(), known, tls)
+    return endpoint
 
 
 def secret_bytes(secret: Secret) -> bytes | None:

@@ -1,6 +1,6 @@
 """The protocol, without I/O: between a gateway and hosts of environments or rollouts, and a trainer and sources."""
 
-from rollflow.stream.wire.address import Address, SharedAddress, TcpAddress, UnixAddress, check_secret, parse_address
+from rollflow.stream.wire.address import Address, TcpAddress, UnixAddress, check_secret, parse_address
 from rollflow.stream.wire.codec.frame import FrameDecoder
 from rollflow.stream.wire.codec.handshake import SESSION_BYTES, Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.codec.limits import Limits

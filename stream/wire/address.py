@@ -37,21 +37,14 @@ class TcpAddress:
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A socket in the file system."""
+    """A socket in the file system; with "shm:" its two ends, a trainer and a source, share memory."""
 
     path: str
+    scheme: str = "unix:"
     is_local: ClassVar[bool] = True  # only this machine can reach it
-    scheme: ClassVar[str] = "unix:"
 
     def __str__(self) -> str:
         return f"{self.scheme}{self.path}"
-
-
-@dataclass(frozen=True, slots=True)
-class SharedAddress(UnixAddress):
-    """A socket in the file system whose two ends, a trainer and a source, share memory."""
-
-    scheme: ClassVar[str] = "shm:"
 
 
 Address = TcpAddress | UnixAddress
@@ -62,14 +55,14 @@ def parse_address(address: str | Address, *, may_share: bool = False) -> Address
 
     may_share    whether it may be `shm:/path`, as a trainer's may
     """
-    kinds = (UnixAddress, SharedAddress) if may_share else (UnixAddress,)
+    schemes = ("unix:", "shm:") if may_share else ("unix:",)
     forms = f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'" if may_share else f"{_TCP_FORMS} or 'unix:/path'"
     text = str(address) if isinstance(address, Address) else address
     if not isinstance(text, str):
         raise _no_address(text, f"a string: {forms}")
-    for kind in kinds:
-        if text.startswith(kind.scheme):
-            return kind(_path_behind(kind.scheme, text))
+    for scheme in schemes:
+        if text.startswith(scheme):
+            return UnixAddress(_path_behind(scheme, text), scheme)
     match = _TCP.fullmatch(text)
     if match is None:
         has_no_port = _TCP.fullmatch(f"{text}:0") is not None

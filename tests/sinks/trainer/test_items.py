@@ -266,7 +266,7 @@ def test_what_is_kept_is_what_was_added_and_not_forgotten(operations: list[tuple
         for each, added in there.items():
             assert same(kept.get(each).columns, added.columns)
             assert (kept.get(each).number, kept.get(each).rest) == (each, {"number": each})
-        assert [entry.message.number for entry in kept.later_than(number)] == [each for each in there if each > number]
+        assert [message.number for message, *_ in kept.later_than(number)] == [each for each in there if each > number]
         assert kept.nbytes == 80 * len(there)
 
 

@@ -124,8 +124,7 @@ class Trainer:
 
     def meet(self, lanes: int, aside: dict[int, int]) -> None:
         """Take a hello."""
-        self.source.rollout = replace(UNKNOWN, aside=[*aside.items()])
-        self.source._introduce_lanes(lanes)
+        self.source.introduce(replace(UNKNOWN, aside=[*aside.items()]), lanes)
         self.rounds.widen(self.source)
         self.source.life = PeerLife.HERE
         self.is_first = True
