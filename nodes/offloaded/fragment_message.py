@@ -221,7 +221,7 @@ def fragment_of(
 
     Raises WireError if it is none.
     """
-    with _refusing("it is no fragment"):
+    with refusing("it is no fragment"):
         fragment: Fragment = _begun(message.lane, message.columns, message.rest, layout, spaces, is_checked=is_checked)
         _complete(fragment, message.rest)
         if "stops" in message.rest:
@@ -240,7 +240,7 @@ def agents_of_message(
 
     lost    why the environments were lost before it; None: they were not
     """
-    with _refusing("it is no fragment of agents"):
+    with refusing("it is no fragment of agents"):
         rest = message.rest
         layout = layout_in(rest["layout"], spaces[0].part.recorded_space)
         clock = _clock_in(rest, layout)
@@ -266,14 +266,14 @@ def layout_in(entries: Any, action_space: gym.Space[Any]) -> FragmentLayout:
 
 
 @contextmanager
-def _refusing(text: str) -> Iterator[None]:
-    """Raise WireError for whatever a message raises that makes no sense."""
+def refusing(text: str, code: str = "fragment") -> Iterator[None]:
+    """Raise WireError, with this code, for whatever a message of another process raises that makes no sense."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         if isinstance(error, WireError):
             raise
-        raise WireError(f"{text}: {type(error).__name__}: {error}", "fragment") from error
+        raise WireError(f"{text}: {type(error).__name__}: {error}", code) from error
 
 
 def _begun(

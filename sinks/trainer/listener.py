@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
+from rollflow.nodes.offloaded.fragment_message import refusing
 from rollflow.sinks.trainer.lending import FragmentBorrower
-from rollflow.sinks.trainer.messages import NUMBER, RolloutDescription
+from rollflow.sinks.trainer.messages import LANE_NEWS, RolloutDescription
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.rounds import Rounds
@@ -241,22 +242,21 @@ class TrainerListener:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.life = PeerLife.LEFT
             case wire.Fragment():
-                arrived = source.read(event if peer.borrower is None else peer.borrower.fragment(event))
+                with refusing("it is no item for a trainer"):
+                    arrived = source.read(event if peer.borrower is None else peer.borrower.fragment(event))
                 self.weights.raise_to(arrived.policy_version or 0)
                 self.arrived.append(arrived)
                 self._log.arrives(arrived, now)
             case wire.Metrics():
-                ((news, told),) = event.metrics.items()
-                for number in told if news == "left" else [told]:
-                    NUMBER(number, news)
-                if news == "lanes":
-                    source.take_lanes(told)
+                told = LANE_NEWS(event.metrics, "metrics")
+                if told["lanes"] is not None:
+                    source.take_lanes(told["lanes"])
                     self._rounds.widen(source)
                     self._behind.add(source)
-                elif news == "left":
-                    source.set_aside(*told)
-                else:
-                    source.finish(told)
+                elif told["left"]:
+                    source.set_aside(*told["left"])
+                elif told["last"] is not None:
+                    source.finish(told["last"])
         self.bell.ring()
 
     def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
@@ -279,7 +279,8 @@ class TrainerListener:
             self._take_in_follower(peer, hello)
             return
         source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
-        source.introduce(RolloutDescription.of(hello.metadata), len(hello.slots))
+        with refusing("hello.metadata is of no rollout", "message"):
+            source.introduce(RolloutDescription.of(hello.metadata), len(hello.slots))
         source.called, source.name = hello.name, f"{quoted(hello.name)} ({peer.where})"
         if source.rollout.shares_memory != self._shares:
             listens, dials = ("shm:", "another address") if self._shares else ("another address", "shm:")

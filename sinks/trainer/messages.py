@@ -37,6 +37,10 @@ Batch = dict[str, Any]
 FinishedEpisodes = tuple[str | None, int, NDArray[np.float64], NDArray[np.int64]]
 ByModule = Mapping[str, Mapping[str, Any]]
 NUMBER = field.whole(0, MOST_NUMBER)
+# What a rollout says beside its items: how many lanes there are; one that is gone, and its last item; its last item.
+LANE_NEWS = field.entries(
+    lanes=field.nullable(NUMBER), left=field.nullable(field.list_of(NUMBER, 2)), last=field.nullable(NUMBER)
+)
 _VERSION = field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))
 _MODULE = field.nullable(field.text(1 << 16))
 _RETURNS, _LENGTHS = field.numbers("<f8"), field.numbers("<i8")

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from rollflow.nodes.modules.policy_weights import from_arrays
+from rollflow.nodes.offloaded.fragment_message import refusing
 from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.stream import wire
@@ -219,13 +220,14 @@ class TrainerUplink:
             case wire.Settings():
                 self.session.take_order(event.settings)
             case wire.Weights():
-                self._take_weights(event)
+                with refusing("they are no weights", "weights"):
+                    weights = from_arrays(event)
+                self._take_weights(event, weights)
             case wire.Done():
                 self.session.take(event)
-                if event.freed:
-                    if self._lender is None:
-                        raise WireError("blocks freed by a trainer that is lent nothing, expected none", "order")
-                    self._lender.take_back(event.freed)
+                if self._lender is not None:
+                    with refusing("it is lent no such block", "memory"):
+                        self._lender.take_back(event.freed)
             case wire.Goodbye() if not self._is_welcomed:
                 raise WireError(f"goodbye in the handshake: {quoted(event.reason)}", "lost")
             case wire.Goodbye():
@@ -251,8 +253,8 @@ class TrainerUplink:
         assert peer.dialled is not None
         peer.dialled.problem = problem
 
-    def _take_weights(self, message: wire.Weights) -> None:
-        if self._publish(message.version, from_arrays(message)):
+    def _take_weights(self, message: wire.Weights, weights: Mapping[str, Any]) -> None:
+        if self._publish(message.version, weights):
             self.newest = message.version, message.id
         elif self.newest != (message.version, message.id):  # else they have come before
             logger.warning(
