@@ -65,16 +65,16 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/datasets": (1950, 24),
     "sinks/learner": (76, 4),
     "sinks/replay": (2179, 32),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2639, 26),  # numbers and episodes of rollouts checked, that the trainer counts with
+    "sinks/trainer": (2615, 25),  # numbers and episodes of rollouts checked, that the trainer counts with
     "stream": (64, 0),
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1672, 13),
     "stream/fragments": (1514, 20),  # ready slots and their answers, from nodes/env; losses of agents; on a device
     "stream/graph": (2577, 36),  # tasks that read several outputs; bound calls of nodes, which may wait in them
     "stream/multi_agent": (1449, 19),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
-    "stream/net": (928, 13),  # ends of connections and sockets that listen, from nodes/env/remote
+    "stream/net": (907, 13),  # ends of connections and sockets that listen, from nodes/env/remote
     "stream/observe": (1252, 18),
-    "stream/wire": (977, 18),
+    "stream/wire": (969, 17),
     "stream/wire/codec": (1138, 30),
 }
 PUBLIC_NAMES = {

@@ -77,8 +77,7 @@ class SampleServer:
 
     def __init__(self, replay: Replay, endpoint: Endpoint, stream: TrainerStream) -> None:
         require("a replay for other processes", (select, "epoll"))
-        self._replay, self._stream = replay, stream
-        self._endpoint = endpoint
+        self._replay, self._stream, self._endpoint = replay, stream, endpoint
         self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
         self._clients: dict[bytes, SamplerPeer] = {}  # newest connections, by the tokens of their sessions
         self._held: list[tuple[wire.ReceiverSession, wire.Fragment]] = []  # samples that wait, in the order they came
@@ -113,7 +112,8 @@ class SampleServer:
 
     def connection(self, now: float) -> wire.ReceiverConnection:
         """This end of a connection with a sampler, which has to prove itself."""
-        return wire.ReceiverConnection("sampler", secret=self._endpoint.secret, limits=self._endpoint.limits, now=now)
+        _, limits, secret, _ = self._endpoint
+        return wire.ReceiverConnection(accepts="sampler", secret=secret, limits=limits, now=now)
 
     def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:
         """Take a message of a sampler."""

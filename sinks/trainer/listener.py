@@ -224,7 +224,7 @@ class TrainerListener:
 
     def connection(self, now: float) -> wire.ReceiverConnection:
         """This end of a connection with a rollout, which has to prove itself."""
-        return wire.ReceiverConnection("source", secret=self._endpoint.secret, limits=self.limits, now=now)
+        return wire.ReceiverConnection(accepts="source", secret=self._endpoint.secret, limits=self.limits, now=now)
 
     def handle(self, peer: RolloutConnection, event: wire.Message, now: float) -> None:
         """Take a message of a rollout."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.offloaded.fragment_message import PartSpaces, layout_entries, layout_in, message_of, spaces_seen
+from rollflow.nodes.offloaded.fragment_message import PartSpaces, layout_entries, message_of, spaces_seen
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.stream import wire
@@ -23,7 +23,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ModuleError
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import leaves_of, map_tree
-from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
+from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
 from rollflow.stream.wire.codec import field
@@ -41,7 +41,7 @@ NUMBER = field.whole(0, MOST_NUMBER)
 LANE_NEWS = field.entries(
     lanes=field.nullable(NUMBER), left=field.nullable(field.list_of(NUMBER, 2)), last=field.nullable(NUMBER)
 )
-_VERSION = field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))
+VERSION = field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))
 _MODULE = field.nullable(field.text(1 << 16))
 _RETURNS, _LENGTHS = field.numbers("<f8"), field.numbers("<i8")
 
@@ -49,15 +49,6 @@ _RETURNS, _LENGTHS = field.numbers("<f8"), field.numbers("<i8")
 def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
     """A fragment of a rollout, whose observations are in one of `spaces`; the columns are referred to."""
     return message_of(number, fragment, spaces, {"layout": layout_entries(fragment.layout)})
-
-
-def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:
-    """The layout of fragments, as their messages tell of it. Raises WireError if it is none.
-
-    before    that of the fragment before, which is given again if this is the same
-    """
-    layout = layout_in(entries, action_space)
-    return before if before is not None and before == layout else layout
 
 
 def message_of_batch(
@@ -78,11 +69,6 @@ def message_of_batch(
         "episodes": episodes,
     }
     return wire.Fragment(0, number, columns, rest)
-
-
-def told_of_batch(rest: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Oldest policy version and steps of a train batch that has come. Raises WireError for what is no number."""
-    return _VERSION(rest["policy_version"], "policy_version"), NUMBER(rest["steps"], "steps")
 
 
 def finished_in(rest: Mapping[str, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from time import monotonic
 from typing import Any, NamedTuple
 
-from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, layout_in
 from rollflow.sinks.trainer import messages
 from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import AnyFragment, Batch, FinishedEpisodes, RolloutDescription
@@ -153,10 +153,10 @@ class RolloutPeer:
     lanes: frozenset[int] = _NONE  # fixed ones also if they are gone; as many as there are, if they come and go
     is_awaited: bool = False  # rounds are made of its lanes
     aside: dict[int, int] = field(default_factory=dict)  # fixed lane that is gone -> number of its last item
-    needs: int = 1  # items of it that the trainer has to have at a time, see `StalenessBound`
+    needs: int = 1  # items of it that the trainer has to have at a time, see `Rounds`
     beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
     told_done: tuple[int, int] = (-1, -1)  # numbers of the last `Done` through its connection
-    _layouts: dict[int, FragmentLayout] = field(default_factory=dict)  # of the last fragment of each lane
+    _layouts: dict[int, tuple[Any, FragmentLayout]] = field(default_factory=dict)  # lane -> layout, as told last
 
     @classmethod
     def of_state(cls, token: str, entry: Mapping[str, Any]) -> "RolloutPeer":
@@ -254,7 +254,8 @@ class RolloutPeer:
         rest, batch = message.rest, messages.tensors_of(message.columns)
         if self.rollout.is_by_module and not messages.is_by_module(message.columns):
             raise WireError("it is no train batch by module, expected module id -> columns", "fragment")
-        oldest, steps = messages.told_of_batch(rest)
+        oldest = messages.VERSION(rest["policy_version"], "policy_version")
+        steps = messages.NUMBER(rest["steps"], "steps")
         return ArrivedItem(self, message.number, batch, oldest, steps, messages.finished_in(rest))
 
     def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
@@ -264,10 +265,12 @@ class RolloutPeer:
             oldest, _ = messages.acting_versions(of_agents, self.rollout.published)
             return ArrivedItem(self, message.number, of_agents, oldest, 0, messages.finished_in(message.rest))
         spaces = self.rollout.parts[0]
-        entries, before = message.rest.get("layout"), self._layouts.get(message.lane)
-        layout = messages.layout_told(entries, spaces.part.recorded_space, before)
-        if message.lane < MOST_LANES:
-            self._layouts[message.lane] = layout
+        told = message.rest.get("layout")
+        before, layout = self._layouts.get(message.lane, (None, None))
+        if layout is None or told != before:
+            layout = layout_in(told, spaces.part.recorded_space)
+            if message.lane < MOST_LANES:
+                self._layouts[message.lane] = told, layout
         fragment = fragment_of(message, layout, spaces.seen)
         version = fragment.policy_version if fragment.num_rows else None
         return ArrivedItem(self, message.number, fragment, version)

@@ -91,7 +91,7 @@ class Connection:
 
     def receive(self, data: bytes | bytearray | memoryview, now: float) -> list[Event]:
         """Take received bytes; return their events. Empty data mean nothing: see `ended`."""
-        return self._events(lambda: self._decoder.feed(data), len(data), now)
+        return self._events(self._decoder.feed(data), len(data), now)
 
     def buffer(self) -> memoryview:
         """Memory to receive into, instead of `receive`; invalid once `filled` is called."""
@@ -99,7 +99,7 @@ class Connection:
 
     def filled(self, count: int, now: float) -> list[Event]:
         """Take `count` bytes that were received into the last `buffer()`; return their events."""
-        return self._events(lambda: self._decoder.filled(count), count, now)
+        return self._events(self._decoder.filled(count), count, now)
 
     def ended(self) -> list[Event]:
         """Record that the connection was closed or lost; return the events."""
@@ -203,7 +203,7 @@ class Connection:
         expected = ", ".join(kind.kind for kind in self.takes)
         raise WireError(f"{message.kind} from a {self.roles[1]}, expected one of {expected}", "order")
 
-    def _events(self, frames: Callable[[], Iterator[Frame]], count: int, now: float) -> list[Event]:
+    def _events(self, frames: Iterator[Frame], count: int, now: float) -> list[Event]:
         if self.phase is ConnectionPhase.BROKEN or not count:
             return []
         if self.phase is ConnectionPhase.ENDED:
@@ -213,7 +213,7 @@ class Connection:
         self.is_new = False
         events: list[Event] = []
         try:
-            for frame in frames():
+            for frame in frames:
                 if not self.is_open:
                     raise WireError("more bytes after its goodbye, expected none", "order")
                 events += self._message_events(decode(frame), frame)

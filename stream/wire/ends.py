@@ -11,6 +11,8 @@ from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
 from rollflow.stream.wire.software import software as this_software
 
+_ROLES = {"source": ("rollout", "trainer"), "sampler": ("sampler", "replay host")}  # role in a Hello -> both ends
+
 
 class Initiator(Connection):
     """An end whose Hello is the first message of the connection.
@@ -27,6 +29,7 @@ class Initiator(Connection):
     def __init__(
         self, hello: handshake.Hello, session: Any, *, secret: bytes | None, limits: Limits, now: float
     ) -> None:
+        self.roles = _ROLES.get(hello.role, self.roles)
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         assert hello.session == session.token
         self.session = session
@@ -89,16 +92,15 @@ class Initiator(Connection):
 class Acceptor(Connection):
     """An end that waits for a Hello, and for the proof that its sender knows the secret.
 
+    accepts     role of a Hello that this end accepts; None: `_check` says so
     software    name of the software at this end, for people; None: this software
     nonce       32 random bytes, new for every connection; None: some are drawn
     secret      shared secret; None: this end has none, and refuses a peer that has one
     hello       the other end's Hello; None before its proof has come
     session     this end's memory of the other one; None before it is welcomed
-    accepts     role of a Hello that this end accepts; None: `_check` says so
     """
 
     roles = "gateway", "host"
-    accepts: str | None = None
     session: Any = None
 
     def __init__(
@@ -107,9 +109,12 @@ class Acceptor(Connection):
         secret: bytes | None,
         limits: Limits,
         now: float,
+        accepts: str | None = None,
         software: str | None = None,
         nonce: bytes | None = None,
     ) -> None:
+        self.accepts = accepts
+        self.roles = self.roles if accepts is None else _ROLES[accepts][::-1]
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: handshake.Hello | None = None
         self._software, self._secret = software or this_software(), secret

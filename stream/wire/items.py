@@ -11,15 +11,13 @@ from typing import Any
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import field, messages
-from rollflow.stream.wire.codec.handshake import MOST_NUMBER, Hello, LaneGrant, Welcome
-from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER, LaneGrant, Welcome
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import Fragment
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 
 _NUMBER = field.whole(0, MOST_NUMBER)
-ROLES = {"source": ("rollout", "trainer"), "sampler": ("sampler", "replay host")}  # role in a Hello -> both ends
 
 
 class SenderSession:
@@ -75,14 +73,8 @@ class SenderConnection(Initiator):
     """
 
     session: SenderSession
+    takes = messages.Settings, messages.Weights, messages.Done
     next = 0
-
-    def __init__(
-        self, hello: Hello, session: SenderSession, *, secret: bytes | None, limits: Limits, now: float
-    ) -> None:
-        self.roles = ROLES[hello.role]
-        self.takes = (Fragment,) if hello.role == "sampler" else (messages.Settings, messages.Weights, messages.Done)
-        super().__init__(hello, session, secret=secret, limits=limits, now=now)
 
     def send(self, item: Fragment) -> None:
         """Send the next item, whose arrays must not change until they are sent, or while they are lent.
@@ -130,11 +122,12 @@ class SenderConnection(Initiator):
                 "next to be sent",
                 "number",
             )
-        if isinstance(message, Fragment) and Fragment in self.takes:
-            if message.number >= self.next:
-                raise WireError(f"answer {message.number}, expected at most {self.next - 1}", "number")
-            return [message] if self.session.drop(message.number) else []
-        return super()._take_running(message)
+        if self._hello.role != "sampler":
+            return super()._take_running(message)
+        if not isinstance(message, Fragment) or message.number >= self.next:
+            what = f"{message.kind} {getattr(message, 'number', '')}".rstrip()
+            raise WireError(f"{what}, expected an answer to a query up to {self.next - 1}", "number")
+        return [message] if self.session.drop(message.number) else []
 
 
 class ReceiverSession:
@@ -195,7 +188,7 @@ class ReceiverSession:
 
 
 class ReceiverConnection(Acceptor):
-    """A receiver's end, for a Hello of the role `accepts`. Otherwise constructed as an `Acceptor`.
+    """A receiver's end, for a Hello of the role `accepts`. Constructed as an `Acceptor`.
 
     Events:
 
@@ -208,10 +201,6 @@ class ReceiverConnection(Acceptor):
     takes = Fragment, messages.Metrics
     session: ReceiverSession | None = None
     _is_first = True  # the next item is the first of this connection
-
-    def __init__(self, accepts: str, **options: Any) -> None:
-        self.accepts, self.roles = accepts, ROLES[accepts][::-1]
-        super().__init__(**options)
 
     def welcome(self, session: ReceiverSession, *, credits: int = 0) -> None:
         """Welcome the sender, as an `Acceptor` does, and send it the answers that it may not have got."""

@@ -49,7 +49,7 @@ class Pair:
             hello(role="source", session=TOKEN), session, secret=None, limits=Limits(), now=0.0
         )
         self.trainer = ReceiverConnection(
-            "source", software="rollflow 0.1", nonce=bytes(32), secret=None, limits=Limits(), now=0.0
+            accepts="source", software="rollflow 0.1", nonce=bytes(32), secret=None, limits=Limits(), now=0.0
         )
         self.source_end = DescriptorTransport(self.near, self.source)
         self.trainer_end = DescriptorTransport(self.far, self.trainer)

@@ -167,7 +167,7 @@ class StreamEnds:
         self.known = known or wire.ReceiverSession(TOKEN)
         shared: dict[str, Any] = {"secret": SECRET, "limits": wire.Limits(), "now": 0.0}
         self.source = wire.SenderConnection(hello(**{"role": accepts, "slots": (1,), **said}), self.session, **shared)
-        self.trainer = wire.ReceiverConnection(accepts, software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.trainer = wire.ReceiverConnection(accepts=accepts, software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_trainer()
         self.to_source()
         self.events = self.to_trainer()

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
-import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -30,35 +29,12 @@ from wire_values import same
 
 from rollflow import Fragment as RolloutFragment, TrainerStream
 from rollflow.sinks import Batches
-from rollflow.sinks.trainer.messages import layout_told
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.rounds import Rounds
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Done, Fragment, Limits, ReceiverSession
-
-ACTIONS = gym.spaces.Discrete(2)
-
-
-TOLD: dict[str, Any] = {"num_slots": 2, "num_rows": 8, "lookback": 1, "resets_next_step": False, "episodes": "x"}
-
-
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        (None, "layout is None, expected a map"),
-        (TOLD | {"episodes": np.zeros(2)}, r"layout.episodes is an array <f8\[2\], expected a string"),
-        (TOLD | {"lookback": True}, "layout.lookback is True, expected a whole number"),
-        ({name: value for name, value in TOLD.items() if name != "num_rows"}, "layout.num_rows is None"),
-    ],
-)
-def test_a_layout_is_the_one_before_if_it_is_the_same_and_refused_if_it_is_none(told: Any, why: str) -> None:
-    before = layout_told(TOLD, ACTIONS)
-    assert layout_told(TOLD | {"new": 1}, ACTIONS, before) is before
-    assert layout_told(TOLD | {"episodes": "y"}, ACTIONS, before) is not before
-    with pytest.raises(WireError, match=why):
-        layout_told(told, ACTIONS, before)
 
 
 def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:

@@ -83,7 +83,7 @@ def test_an_answer_that_was_given_up_is_dropped() -> None:
     ends = asking()
     ends.source.session.drop(3)
     assert ends.source.receive(frame_as(query(3)), 0.0) == []
-    check_broken(ends.source.receive(frame_as(query(9)), 0.0), "number", "answer 9, expected at most")
+    check_broken(ends.source.receive(frame_as(query(9)), 0.0), "number", "fragment 9, expected an answer to a query")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
     ("accepts", "told"), [("source", "'source': this is a trainer"), ("sampler", "'sampler': this is a replay host")]
 )
 def test_a_host_is_no_source(accepts: str, told: str) -> None:
-    connection = wire.ReceiverConnection(accepts, secret=None, limits=wire.Limits(), now=0.0)
+    connection = wire.ReceiverConnection(accepts=accepts, secret=None, limits=wire.Limits(), now=0.0)
     with refusing("role", f"hello.role is 'env', expected {told}"):
         connection._check(hello())

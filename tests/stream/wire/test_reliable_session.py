@@ -247,7 +247,7 @@ class Reliable(RuleBasedStateMachine):
 
     def connect(self) -> None:
         accepts = self.family.accepts
-        make = partial(wire.ReceiverConnection, accepts) if accepts else wire.GatewayConnection
+        make = partial(wire.ReceiverConnection, accepts=accepts) if accepts else wire.GatewayConnection
         acceptor = make(software="rollflow 0.1", nonce=GATEWAY_NONCE, **SHARED)
         self.line = Line(self.ends.initiator(), acceptor)
 
