@@ -97,8 +97,8 @@ class ConnectorV2(metaclass=_PieceType):
         action_space
 
     A subclass may take further constructor arguments, in an `__init__` of its own or as fields of a dataclass, as
-    `FrameStacking` does; `get_ctor_args_and_kwargs()` gives them back. Class attributes describe it to the pipeline;
-    `lookback` may be an instance's:
+    `FrameStacking` does; `get_ctor_args_and_kwargs()` gives them back. Attributes of the class,
+    or of an instance, describe it to the pipeline:
 
         columnar             `__call__` takes a sequence of episodes that carries its columns, and may use those. A
                              subclass that overrides `__call__` sets it anew, or gets a plain list of episodes
@@ -112,12 +112,12 @@ class ConnectorV2(metaclass=_PieceType):
         pipelines            the pipelines that it may stand in, by their `kind`; empty: in any
     """
 
-    columnar: ClassVar[bool] = False
-    on_device: ClassVar[bool] = False
-    changes_episodes: ClassVar[bool] = True
-    replaces_episodes: ClassVar[bool] = False
+    columnar = False
+    on_device = False
+    changes_episodes = True
+    replaces_episodes = False
     lookback = 0
-    pipelines: ClassVar[tuple[str, ...]] = ()
+    pipelines = tuple[str, ...]()
 
     input_observation_space: _PieceSpace = _PieceSpace()
     input_action_space: _PieceSpace = _PieceSpace()
@@ -458,8 +458,7 @@ class LambdaConnector(ConnectorV2):
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__) if name is None else name
         self.lookback = checked_count("lookback", lookback, 0)
-        self.columnar = columnar  # type: ignore[misc]  # of this function
-        self.changes_episodes = changes_episodes  # type: ignore[misc]
+        self.columnar, self.changes_episodes = columnar, changes_episodes
         self._recompute = observation_space
         self._wanted = _wanted(function, self.name)
 

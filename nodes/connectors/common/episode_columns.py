@@ -113,7 +113,7 @@ class FrameStacking(ColumnPiece):
         self.num_frames = checked_count("num_frames", self.num_frames, 1)
         self.lookback = self.num_frames - 1
         self.as_learner_connector |= as_learner_conector
-        self.pipelines = ("learner" if self.as_learner_connector else "env-to-module",)  # type: ignore[misc]
+        self.pipelines = ("learner" if self.as_learner_connector else "env-to-module",)
 
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         return map_space(partial(_stacked_space, self.num_frames), input_observation_space)

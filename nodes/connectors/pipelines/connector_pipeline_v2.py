@@ -521,7 +521,7 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         self._uncalled = list(self._pieces)
         self._recompute_spaces()
         self._first_columnar = len(self._pieces)
-        replaces = self.replaces_episodes = any(piece.replaces_episodes for piece in self._pieces)  # type: ignore[misc]
+        replaces = self.replaces_episodes = any(piece.replaces_episodes for piece in self._pieces)
         while not replaces and self._first_columnar and self._pieces[self._first_columnar - 1].columnar:
             self._first_columnar -= 1
         fused_before = self._fused_pieces
@@ -531,9 +531,8 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         self._timers = [(piece, timers.get(id(piece), Timer())) for piece in self._pieces]
         if list(map(id, self._fused_pieces)) != list(map(id, fused_before)):
             self._fused_timer = Timer()
-        # These class attributes depend on the pieces here.
-        self.columnar = self._first_columnar == 0  # type: ignore[misc]
-        self.changes_episodes = any(piece.changes_episodes for piece in self._pieces)  # type: ignore[misc]
+        self.columnar = self._first_columnar == 0
+        self.changes_episodes = any(piece.changes_episodes for piece in self._pieces)
         self.lookback = max((piece.lookback for piece in self._pieces), default=0)
         for piece in self._pieces:
             if isinstance(piece, ConnectorPipelineV2) and self not in piece._enclosing:
