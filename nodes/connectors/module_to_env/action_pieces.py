@@ -432,7 +432,7 @@ class ListifyDataForVectorEnv(ActionPiece):
         if not batch and _are_several_agents(episodes):
             return _by_slots(batch, episodes)
         for column, data in batch.items():
-            if not isinstance(data, dict) or not data or not _is_in_list_form(data):
+            if not is_keyed_by_episode(data):
                 continue
             if _are_several_agents(episodes):
                 return _by_slots(batch, episodes)
@@ -451,16 +451,12 @@ def _are_several_agents(episodes: Episodes) -> bool:
     return any(isinstance(episode, MultiAgentEpisode) for episode in episodes)
 
 
-def _is_in_list_form(data: Any) -> bool:
-    return isinstance(data, dict) and all(isinstance(key, tuple) for key in data)
-
-
 def _by_slots(batch: Batch, episodes: Episodes) -> Batch:
     """Columns in list form as lists with one dict per slot, or one item for a slot with a single agent."""
     slots = {id_in_keys(episode): slot for slot, episode in enumerate(episodes)}
     batch.setdefault(Columns.ACTIONS, {})
     for column, data in batch.items():
-        if not _is_in_list_form(data):
+        if not isinstance(data, dict) or (data and not is_keyed_by_episode(data)):
             continue
         listed: list[Any] = [{} if isinstance(episode, MultiAgentEpisode) else None for episode in episodes]
         for key, items in data.items():
@@ -658,7 +654,7 @@ def _described(actions: Any) -> str:
 
 def same_items(actions: Any) -> Any:
     """The actions; lists of them are copied."""
-    if isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
+    if is_keyed_by_episode(actions):
         return {key: list(items) for key, items in actions.items()}
     return list(actions) if isinstance(actions, list) else actions
 
@@ -754,38 +750,23 @@ class _Exploration(ActionPiece):
         if Columns.ACTIONS_FOR_ENV in batch:
             raise _too_late(self, f"a piece that made '{Columns.ACTIONS_FOR_ENV}'")
         shared = {} if shared_data is None else shared_data
-        draws = _Draws(shared.get("generator"), shared.get(DEVICE))
-        if self.takes == Columns.ACTION_DIST_INPUTS and draws.device is None:  # a piece before may have changed them
+        if self.takes == Columns.ACTION_DIST_INPUTS and DEVICE not in shared:  # a piece before may have changed them
             refuse_unusable(_rows(batch[self.takes]), shared, episodes, distribution_for(space))
         elif self.takes == Columns.ACTION_DIST_INPUTS:
             shared[CHOSEN_BY] = distribution_for(space)
-        self._explore(batch, episodes, space, self.value(shared.get("step", 0)), draws)
+        self._explore(batch, episodes, space, self.value(shared.get("step", 0)), shared)
         return batch
 
     @abc.abstractmethod
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: "_Draws") -> None:
-        """Change the batch's actions, which the module chose in a space."""
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+        """Change the batch's actions, which the module chose in a space: tensors on a device, or arrays."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Draws:
-    """Random numbers f64[...], as arrays, or as tensors on a device.
-
-    device    of the tensors; None: they are arrays
-    """
-
-    generator: torch.Generator | None
-    device: torch.device | None
-
-    @property
-    def xp(self) -> Any:
-        """The numbers' library."""
-        return np if self.device is None else torch
-
-    def __call__(self, draw: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> Any:
-        """Numbers that a function of torch draws."""
-        drawn = draw(shape, generator=self.generator, dtype=torch.float64, device=self.device)
-        return drawn.numpy() if self.device is None else drawn
+def _drawn(draw: Callable[..., torch.Tensor], shape: tuple[int, ...], shared: dict[str, Any]) -> Any:
+    """Random numbers f64[*shape] that a function of torch draws: a tensor on the lane's device, or an array."""
+    device = shared.get(DEVICE)
+    drawn = draw(shape, generator=shared.get("generator"), dtype=torch.float64, device=device)
+    return drawn.numpy() if device is None else drawn
 
 
 @checking_constructor(epsilon="schedule=…")
@@ -806,11 +787,11 @@ class EpsilonGreedy(_Exploration):
     action_spaces = (gym.spaces.Discrete,)
     takes = Columns.ACTION_DIST_INPUTS
 
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: _Draws) -> None:
-        xp = draws.xp
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+        xp = torch if DEVICE in shared else np
         values = xp.asarray(_rows(batch[Columns.ACTION_DIST_INPUTS], xp), dtype=xp.float64)
         greedy = values.argmax(1)
-        explores, place = draws(torch.rand, (2, len(values)))
+        explores, place = _drawn(torch.rand, (2, len(values)), shared)
         # The k-th of the allowed actions, for k drawn from 0 up to their number.
         allowed = xp.cumsum(values > RULED_OUT, 1)
         count = xp.asarray(allowed[:, -1], dtype=xp.float64)
@@ -840,14 +821,15 @@ class Temperature(_Exploration):
     action_spaces = (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
     takes = Columns.ACTION_DIST_INPUTS
 
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: _Draws) -> None:
-        rows = _rows(batch[Columns.ACTION_DIST_INPUTS], draws.xp)
-        inputs = tensor_of(rows) if draws.device is None else rows
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+        xp: Any = torch if DEVICE in shared else np
+        rows = _rows(batch[Columns.ACTION_DIST_INPUTS], xp)
+        inputs = rows if xp is torch else tensor_of(rows)
         inputs = (inputs / value).masked_fill(inputs <= RULED_OUT, -torch.inf)
         distribution = distribution_for(space).from_logits(inputs)
-        actions = distribution.sample(draws.generator)
+        actions = distribution.sample(shared.get("generator"))
         for column, made in ((Columns.ACTIONS, actions), (Columns.ACTION_LOGP, distribution.logp(actions))):
-            batch[column] = _like(batch[column], made.numpy() if draws.device is None else made, draws.xp)
+            batch[column] = _like(batch[column], made if xp is torch else made.numpy(), xp)
 
 
 class GaussianNoise(_Exploration):
@@ -870,13 +852,13 @@ class GaussianNoise(_Exploration):
 
     _there: tuple[Any, ...] = None, None, None  # a device, a Box, and its bounds as tensors there
 
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, draws: _Draws) -> None:
-        xp = draws.xp
+    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+        xp: Any = torch if DEVICE in shared else np
         chosen = _rows(batch[Columns.ACTIONS], xp)
         box = self._input_action_space
         is_scaled = self.is_normalized and isinstance(box, gym.spaces.Box) and box.is_bounded()
-        low, high = (-1.0, 1.0) if is_scaled else self._bounds(space, draws.device)
-        noisy = chosen + self._noise(batch, episodes, value * draws(torch.randn, tuple(chosen.shape)), xp)
+        low, high = (-1.0, 1.0) if is_scaled else self._bounds(space, shared.get(DEVICE))
+        noisy = chosen + self._noise(batch, episodes, value * _drawn(torch.randn, tuple(chosen.shape), shared), xp)
         batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], xp.clip(noisy, low, high), xp)
         batch.pop(Columns.ACTION_LOGP, None)
 
