@@ -78,6 +78,11 @@ class LookbackBuffer:
         """The item at a position, which must exist: a tree of arrays `any[...]`, or a list's item."""
         return self.data[position] if isinstance(self.data, _LISTS) else tree_at(self.data, position)
 
+    def single_items(self, where: Any) -> list[Any]:
+        """`items` as a list, one by one."""
+        positions = range(*where.indices(self.total())) if isinstance(where, slice) else where
+        return [self.item(position) for position in positions]
+
     def items(self, where: Any) -> Any:
         """The items at a slice with bounds 0 <= start <= stop and no step, or at a list of existing positions.
 
@@ -233,10 +238,12 @@ class LookbackBuffer:
 
     # Index rules
 
+    def _position(self, index: int, neg_index_as_lookback: bool) -> int:
+        return index + (self.lookback if index >= 0 or neg_index_as_lookback else self.total())
+
     def _one(self, index: int, neg_index_as_lookback: bool, fill: Any, one_hot_discrete: bool) -> Any:
-        lookback, total = self.lookback, self.total()
-        position = index + (lookback if index >= 0 or neg_index_as_lookback else total)
-        if 0 <= position < total:
+        position = self._position(index, neg_index_as_lookback)
+        if 0 <= position < self.total():
             return self._encoded(self.item(position), one_hot_discrete, several=False)
         if fill is None:
             raise self._outside(index)
@@ -254,10 +261,9 @@ class LookbackBuffer:
             return range(self.lookback, self.total())
         if isinstance(indices, slice):
             return self._slice_positions(indices, neg_index_as_lookback, fills)
-        lookback, total = self.lookback, self.total()
-        positions = []
+        total, positions = self.total(), []
         for index in _numbers(indices, self.name):
-            position = index + (lookback if index >= 0 or neg_index_as_lookback else total)
+            position = self._position(index, neg_index_as_lookback)
             if not fills and not 0 <= position < total:
                 raise self._outside(index)
             positions.append(position)
@@ -271,10 +277,7 @@ class LookbackBuffer:
             raise ValueError(f"slice step on '{self.name}' is 0, expected any other number")
 
         def position(bound: Any, default: int) -> int:
-            if bound is None:
-                return default
-            number = operator.index(bound)
-            return number + (lookback if number >= 0 or neg_index_as_lookback else total)
+            return default if bound is None else self._position(operator.index(bound), neg_index_as_lookback)
 
         if step > 0:
             start, stop = position(indices.start, lookback), position(indices.stop, total)
@@ -398,8 +401,7 @@ class BufferAndOne(LookbackBuffer):
             last = stack_trees([self._last]) if self.data is None else self.in_form([self._last])
             joined = concatenate_trees([self._buffer.items(slice(0, before)), last])
             return map_tree(lambda leaf: leaf[where], joined)
-        positions = range(where.start, where.stop) if isinstance(where, slice) else where
-        return [self.item(position) for position in positions]
+        return self.single_items(where)
 
 
 class InfosWindow(LookbackBuffer):
@@ -422,9 +424,7 @@ class InfosWindow(LookbackBuffer):
     def item(self, position: int) -> Any:
         return info_of(self._rows[position], self._slot)
 
-    def items(self, where: Any) -> Any:
-        positions = range(*where.indices(self.total())) if isinstance(where, slice) else where
-        return [self.item(position) for position in positions]
+    items = LookbackBuffer.single_items
 
     def write(self, position: int, item: Any) -> None:
         raise EpisodeError("infos of a fragment are read-only")

@@ -306,13 +306,11 @@ class MultiAgentEpisode(BaseEpisode):
 
     def get_terminateds(self) -> dict[Any, bool]:
         """Agent id -> whether it is terminated, and "__all__" -> whether the whole episode is."""
-        flags = {agent_id: episode.is_terminated for agent_id, episode in self.agent_episodes.items()}
-        return {**flags, ALL_AGENTS: self.is_terminated}
+        return self._flags("is_terminated")
 
     def get_truncateds(self) -> dict[Any, bool]:
         """Agent id -> whether it is truncated, and "__all__" -> whether the whole episode is."""
-        flags = {agent_id: episode.is_truncated for agent_id, episode in self.agent_episodes.items()}
-        return {**flags, ALL_AGENTS: self.is_truncated}
+        return self._flags("is_truncated")
 
     def get_return(self, include_hanging_rewards: bool = False) -> float:
         """The undiscounted sum of all agents' rewards in this chunk, without its lookback.
@@ -785,6 +783,10 @@ class MultiAgentEpisode(BaseEpisode):
         with located(f"episode '{self.id_}'"):
             column_of = partial(AgentTimeline.column, name=name, with_pending=query.with_pending)
             return query.read(self, name, agent_ids, column_of)
+
+    def _flags(self, name: str) -> dict[Any, bool]:
+        flags = {agent_id: getattr(episode, name) for agent_id, episode in self.agent_episodes.items()}
+        return {**flags, ALL_AGENTS: getattr(self, name)}
 
     def _set(self, setter: str, new_data: AgentValues, **where: Any) -> None:
         """Call a setter of agents' own episodes with what is new of each."""

@@ -466,8 +466,7 @@ class _LiveObservations(_LiveColumn):
         latest = self.total() - 1
         if self._lane.is_settled(self._slot) or (isinstance(where, slice) and where.stop <= latest):
             return super().items(where)
-        positions = range(*where.indices(latest + 1)) if isinstance(where, slice) else where
-        return stack_trees([self.item(position) for position in positions])
+        return stack_trees(self.single_items(where))
 
     def write(self, position: int, item: Any) -> None:
         if position == self.total() - 1:
@@ -492,9 +491,7 @@ class _LiveInfos(_LiveColumn):
     def item(self, position: int) -> Any:
         return info_of(self._lane.infos_at(self._begin + position, self._slot), self._slot)
 
-    def items(self, where: Any) -> Any:
-        positions = range(*where.indices(self.total())) if isinstance(where, slice) else where
-        return [self.item(position) for position in positions]
+    items = LookbackBuffer.single_items
 
     def write(self, position: int, item: Any) -> None:
         raise EpisodeError("infos of a rollout's episode are read-only")
