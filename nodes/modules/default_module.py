@@ -171,14 +171,12 @@ class LeafEncoder(nn.Module):
         self._where = where
         self._shape = torch.Size(space.shape or ())
         self._lead = 2 if config.use_lstm else 1
-        self.layers: OneHot | ImageEncoder | Flat
+        self.layers: OneHot | ImageEncoder | None = None  # numbers are flattened
         if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
             self.layers = OneHot(space)
         elif _is_image(space):
             self.layers = ImageEncoder(space, where, config)
-        else:
-            self.layers = Flat(self._shape)
-        self.width: int = self.layers.width
+        self.width = math.prod(self._shape) if self.layers is None else self.layers.width
 
     def forward(self, leaf: Tensor) -> Tensor:
         shape = leaf.shape
@@ -187,22 +185,13 @@ class LeafEncoder(nn.Module):
             raise ModuleError(
                 f"'{self._where}' has shape {list(shape)}, expected [{', '.join([*lead, *map(str, self._shape)])}]"
             )
-        encoded: Tensor = self.layers(leaf)
-        return encoded
-
-
-class Flat(nn.Module):
-    """Flattens numbers, any[..., *shape], to f32[..., width]."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self._ndim = len(shape)
-        self.width = math.prod(shape)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        if self._ndim != 1:
-            numbers = numbers.flatten(-self._ndim) if self._ndim else numbers.unsqueeze(-1)
-        return numbers.float()
+        if self.layers is not None:
+            encoded: Tensor = self.layers(leaf)
+            return encoded
+        ndim = len(self._shape)
+        if ndim != 1:
+            leaf = leaf.flatten(-ndim) if ndim else leaf.unsqueeze(-1)
+        return leaf.float()
 
 
 class OneHot(nn.Module):
