@@ -256,21 +256,12 @@ class _Operation:
         return _IN_PLACE[self.func]
 
 
-@dataclass(slots=True)
-class _Copy:
-    """Copy of a weight in another memory order, made when the weight's `_version` was `version`."""
-
-    weight: Tensor
-    tensor: Tensor
-    arrange: Callable[[Tensor], Tensor]
-    version: int
-
-
 class _ArrangedWeights:
     """Copies of a module's weights in the memory order that passes read them in."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}  # by the weight's identity
+        # By the weight's identity: the weight, its copy, what makes one, and the weight's `_version` when it was made.
+        self._copies: dict[int, tuple[Tensor, Tensor, Callable[[Tensor], Tensor], int]] = {}
 
     def transposed(self, weight: Tensor) -> Tensor:
         """Copy of a linear layer's weight, float[out, in], as float[in, out]."""
@@ -283,18 +274,15 @@ class _ArrangedWeights:
     def renew(self) -> None:
         """Copy again the weights that have been written to."""
         with torch.no_grad():
-            for copy in self._copies.values():
-                if copy.version != copy.weight._version:
-                    copy.version = copy.weight._version
-                    copy.tensor.copy_(copy.arrange(copy.weight))
+            for key, (weight, copy, arrange, version) in self._copies.items():
+                if version != weight._version:
+                    self._copies[key] = weight, copy.copy_(arrange(weight)), arrange, weight._version
 
     def _copy_of(self, weight: Tensor, arrange: Callable[[Tensor], Tensor]) -> Tensor:
-        copy = self._copies.get(id(weight))
-        if copy is None:
+        if id(weight) not in self._copies:
             with torch.inference_mode(False), torch.no_grad():
-                copy = _Copy(weight, arrange(weight).clone(), arrange, weight._version)
-            self._copies[id(weight)] = copy
-        return copy.tensor
+                self._copies[id(weight)] = weight, arrange(weight).clone(), arrange, weight._version
+        return self._copies[id(weight)][1]
 
 
 def _arranged(operation: _Operation, weights: _ArrangedWeights) -> tuple[Callable[..., Tensor], list[Any]] | None:
