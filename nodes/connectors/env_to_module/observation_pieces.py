@@ -5,8 +5,9 @@ import copy
 import inspect
 import math
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -702,9 +703,13 @@ class MeanStdFilter(ConnectorV2):
             )
         if xp is np:
             self._check(rows)
-            made = self._scaled(rows, *self._pushed(rows)).astype(np.float32)
+            made = self._scaled(rows, *self._pushed(rows, RunningStatistics.push)).astype(np.float32)
         else:
-            made = self._scaled(rows, *self._pushed_tensors(rows, counted)).float()
+            finite = rows.isfinite().all(1)
+            push = partial(RunningStatistics.push_tensors, counted=finite if counted is None else finite & counted)
+            if not self.update_stats:
+                self._total.bring_to(rows.device)
+            made = self._scaled(rows, *self._pushed(rows, push)).float()
             made = made.masked_fill(~rows.isfinite(), torch.nan)  # found when the fragment is cut
         parts = _parts_like(kept, made)
         return map_tree(lambda leaf, filtered: next(parts) if filtered else leaf, observations, self._filtered)
@@ -727,22 +732,12 @@ class MeanStdFilter(ConnectorV2):
                 "finite one: the mean over it and all others would be lost"
             )
 
-    def _pushed(self, rows: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _pushed(self, rows: Any, push: Callable[[RunningStatistics, Any], tuple[Any, Any]]) -> tuple[Any, Any]:
         if not self.update_stats:
             return self._total.mean, self._total.deviation
         if self._total is not self._own:
-            self._own.push(rows)
-        return self._total.push(rows)
-
-    def _pushed_tensors(self, rows: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.update_stats:
-            self._total.bring_to(rows.device)
-            return self._total.mean, self._total.deviation
-        finite = rows.isfinite().all(1)
-        counted = finite if counted is None else finite & counted
-        if self._total is not self._own:
-            self._own.push_tensors(rows, counted)
-        return self._total.push_tensors(rows, counted)
+            push(self._own, rows)
+        return push(self._total, rows)
 
     def _forget(self) -> None:
         self._id = uuid.uuid4().hex
