@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio.to_thread
 import gymnasium as gym
@@ -43,21 +43,6 @@ Batch = dict[str, Any]
 
 # Place in the passes over a dataset: the number of the pass, of the episode in its order, and of the step.
 _PLACE = "pass", "episode", "step"
-
-
-class _Window(NamedTuple):
-    """Episodes that are in memory together.
-
-    number      of the pass
-    ordinal     number of the first episode in the order of the pass
-    episodes    i64[K]
-    is_last     whether the pass ends with it
-    """
-
-    number: int
-    ordinal: int
-    episodes: Ints
-    is_last: bool
 
 
 class DatasetSource(IterableDataset[Any]):
@@ -261,20 +246,20 @@ class DatasetSource(IterableDataset[Any]):
         """The next fragments, up to the end of the loop."""
         if get_worker_info() is not None:
             self._begin_in_worker()
-        name, window, self._lookback = f"the dataset at {self._path}", None, self._needed_lookback()
+        name, number, self._lookback = f"the dataset at {self._path}", None, self._needed_lookback()
         with closing(self._blocks(size, whole=whole)) as blocks:
-            for window, block, row, ends in blocks:
-                for begin, end in pairwise([row, *ends]):
-                    self._at = window.number, *block.place_of(end)
+            for number, is_last, block, ends in blocks:
+                for begin, end in pairwise([block.row, *ends]):
+                    self._at = number, *block.place_of(end)
                     options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
                     self._sequence += 1
                     if isinstance(block, AgentsBlock):
                         yield StoredAgents(block, begin, end, **options)
                     else:
                         yield StoredFragment(block, begin, end, **options)
-                if window.is_last:
-                    self._at = window.number + 1, 0, 0
-        if window is None:  # the place was the end of a loop, or this share has no episodes
+                if is_last:
+                    self._at = number + 1, 0, 0
+        if number is None:  # the place was the end of a loop, or this share has no episodes
             self._at = self._at[0] + 1, 0, 0
 
     def _begin_in_worker(self) -> None:
@@ -287,34 +272,41 @@ class DatasetSource(IterableDataset[Any]):
             )
         self._is_in_worker, self._at = True, beginning
 
-    def _blocks(self, size: int, *, whole: bool) -> Generator[tuple[_Window, Any, int, list[int]], None, None]:
+    def _blocks(self, size: int, *, whole: bool) -> Generator[tuple[int, bool, Any, list[int]], None, None]:
         """Each window up to the end of the loop, from the present place on; a thread reads the next one meanwhile.
 
-        Gives the window, its steps, the row at which its first fragment begins, and the rows at which they end.
+        Gives the number of the pass, whether the pass ends with the window, its steps, and the rows at which its
+        fragments end.
         """
-        make: Any = AgentsBlock if isinstance(self._store, EnvEpisodes) else EpisodeBlock
-        row, windows, coming = self._at[-1], self._upcoming(), None
+        kind: Any = AgentsBlock if isinstance(self._store, EnvEpisodes) else EpisodeBlock
+        make = partial(kind, self._store)
+        windows, coming = self._upcoming(), None
         window = next(windows, None)
         try:
             while window is not None:
-                read = partial(make, self._store, window.episodes, window.ordinal)
-                block = read() if coming is None else coming.result()
-                ends = block.ends(row, size, whole=whole)
-                end = ends[-1] if ends else row
-                if window.is_last and end < block.num_rows:
+                number, is_last, *read = window
+                block = make(*read) if coming is None else coming.result()
+                if coming is None:
+                    block.row = self._at[-1]
+                ends = block.ends(block.row, size, whole=whole)
+                end = ends[-1] if ends else block.row
+                if is_last and end < block.num_rows:
                     ends.append(block.num_rows)
-                rest = None if window.is_last else block.rest(end, self._lookback)
-                following, coming = next(windows, None), None
-                if following is not None:
-                    coming = ReadAhead(partial(make, self._store, following.episodes, following.ordinal, rest))
-                yield window, block, row, ends
-                window, row = following, 0 if rest is None else rest.row
+                rest = None if is_last else block.rest(end, self._lookback)
+                window, coming = next(windows, None), None
+                if window is not None:
+                    coming = ReadAhead(partial(make, *window[2:], rest))
+                yield number, is_last, block, ends
         finally:
             if coming is not None:
                 coming.stop()
 
-    def _upcoming(self) -> Iterator[_Window]:
-        """The windows up to the end of the loop, from the present place on."""
+    def _upcoming(self) -> Iterator[tuple[int, bool, Ints, int]]:
+        """The windows up to the end of the loop, from the present place on, of episodes that are in memory together.
+
+        Gives the number of the pass, whether it ends with the window, the episodes, i64[K], and the number of the first
+        one in the order of the pass.
+        """
         number, first, _ = self._at
         while windows := self._windows(number):
             ordinal = 0
@@ -322,7 +314,7 @@ class DatasetSource(IterableDataset[Any]):
                 ordinal += len(episodes)
                 if ordinal > first:
                     left = episodes[max(0, len(episodes) - (ordinal - first)) :]
-                    yield _Window(number, ordinal - len(left), left, place == len(windows) - 1)
+                    yield number, place == len(windows) - 1, left, ordinal - len(left)
             number, first = number + 1, 0
             if self.passes is not None and number % self.passes == 0:
                 return

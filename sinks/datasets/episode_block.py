@@ -1,5 +1,6 @@
 """Blocks of episodes in memory, row behind row, and the fragments that are made of them."""
 
+import copy
 import math
 import threading
 from asyncio import CancelledError
@@ -167,11 +168,15 @@ class EpisodeRows:
     """Rows of K episodes in memory, one episode behind the other.
 
     ordinal        number of the first episode in the order of its pass
+    row            of the first step that no fragment has
+    episodes       i64[K]
     start, stop    i64[K]    rows of each episode; `start` is below 0 if rows before were let go
     num_rows       R
     """
 
     ordinal: int
+    row = 0
+    episodes: Ints
     start: Ints
     stop: Ints
     num_rows: int
@@ -201,7 +206,8 @@ class EpisodeRows:
 class EpisodeBlock(EpisodeRows):
     """Steps of K episodes in memory; a row is a step, and the rows of one episode stand behind those of another.
 
-    store, episodes        i64[K]
+    store                  of the episodes
+    front                  rows at the end of the block before, as its `rest` gave them
     more                   names of columns that are read beside those of the store
     steps                  of the R rows
     terminated, truncated  bool[K]
@@ -213,57 +219,52 @@ class EpisodeBlock(EpisodeRows):
         store: EpisodeStore,
         episodes: Ints,
         ordinal: int,
-        rest: "BlockRest | None" = None,
+        front: "EpisodeBlock | None" = None,
         more: Sequence[str] = (),
     ) -> None:
         self.store = store
         self.steps: StoredSteps = store.read(episodes, [*store.columns, *more], with_last=True)
         stop = np.cumsum(store.num_steps[episodes])
         start = stop - store.num_steps[episodes]
-        if rest is not None:
-            self.steps, ordinal = self.steps.after(rest.steps), rest.ordinal
-            episodes = np.concatenate([rest.episodes, episodes])
-            start = np.concatenate([rest.start, start + rest.num_rows])
-            stop = np.concatenate([rest.stop, stop + rest.num_rows])
-        self.episodes: Ints = episodes
+        if front is not None:
+            self.steps, ordinal, self.row = self.steps.after(front.steps), front.ordinal, front.row
+            episodes = np.concatenate([front.episodes, episodes])
+            start = np.concatenate([front.start, start + front.num_rows])
+            stop = np.concatenate([front.stop, stop + front.num_rows])
+        self.episodes = episodes
         self.start, self.stop, self.ordinal, self.num_rows = start, stop, ordinal, int(stop.max(initial=0))
         self.steps.join()
         self.terminated, truncated = (
             self.steps.taken(name, stop - 1) for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)
         )
         self.is_cut: NDArray[np.bool_] = ~self.terminated & ~truncated
-        if rest is not None:
-            self.is_cut[: len(rest.episodes)] = rest.is_cut  # these are marked as truncated
+        if front is not None:
+            self.is_cut[: len(front.episodes)] = front.is_cut  # these are marked as truncated
         if self.is_cut.any():
             self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
         self.truncated = truncated | self.is_cut
 
-    def rest(self, row: int, lookback: int) -> "BlockRest | None":
-        """What is there from a row on, with some rows before it of the same episode; None: nothing."""
-        return BlockRest(self, row, lookback) if row < self.num_rows else None
+    def rest(self, row: int, lookback: int) -> "EpisodeBlock | None":
+        """A block of what is there from a row on, with some rows before it of the same episode; None: nothing.
 
-
-class BlockRest:
-    """Rows at the end of a block, which the next one begins with, copied so that the block itself can go.
-
-    num_rows      in all, with the rows before the first step
-    row           of the first step
-    episodes, ordinal, start, stop, is_cut, steps    as of a block
-    """
-
-    def __init__(self, block: EpisodeBlock, row: int, lookback: int) -> None:
-        at = int(np.searchsorted(block.stop, row, "right"))
-        begin = max(row - lookback, int(block.start[at]), 0)
-        self.num_rows, self.row = block.num_rows - begin, row - begin
-        self.episodes, self.start, self.stop = block.episodes[at:], block.start[at:] - begin, block.stop[at:] - begin
-        self.ordinal, self.is_cut = block.ordinal + at, block.is_cut[at:]
-        steps = block.steps
-        self.steps = StoredSteps(
+        Its steps are copies, so that this block can go.
+        """
+        if row >= self.num_rows:
+            return None
+        at = int(np.searchsorted(self.stop, row, "right"))
+        begin = max(row - lookback, int(self.start[at]), 0)
+        rest, steps = copy.copy(self), self.steps
+        rest.num_rows, rest.row, rest.ordinal = self.num_rows - begin, row - begin, self.ordinal + at
+        rest.start, rest.stop = self.start[at:] - begin, self.stop[at:] - begin
+        rest.episodes, rest.is_cut = self.episodes[at:], self.is_cut[at:]
+        rest.terminated, rest.truncated = self.terminated[at:], self.truncated[at:]
+        rest.steps = StoredSteps(
             {name: [steps.taken(name, slice(begin, None))] for name in steps.parts},
-            np.arange(self.num_rows),
+            np.arange(rest.num_rows),
             map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
             None if steps.initial is None else map_tree(lambda leaf: leaf[at:].copy(), steps.initial),
         )
+        return rest
 
 
 _NEEDED = (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.POLICY_VERSION)

@@ -29,8 +29,10 @@ UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError)
 _COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "truncated", "lost"]
 
 
-class EpisodeIndex:
-    """E episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
+class ParquetEpisodes:
+    """E episodes of committed files, in the order of their first steps, and the P chunks that they consist of.
+
+    Those of one agent, or of a module, are an `EpisodeStore`; those of environments have no steps to be read.
 
     Chunks of a run with one episode's id are one episode if each begins at the step at which the one before ended.
     If the beginning is missing, `t_started` is above 0. If the end is missing, the episode is cut.
@@ -61,7 +63,7 @@ class EpisodeIndex:
         more                 name -> Arrow array of P items
         pieces               i64[P]    what `piece_of` gave
 
-    Raises DatasetError, with its name, for a file that is damaged or missing.
+    Raises DatasetError if there is no dataset, and, with its name, for a file that is damaged or missing.
     """
 
     def __init__(
@@ -71,11 +73,16 @@ class EpisodeIndex:
         more: Sequence[str] = (),
         piece_of: Callable[[Any], Ints] | None = None,
     ) -> None:
+        pa, _ = import_pyarrow()
+        self._folder, self.description = folder, folder.read()
+        if kind == EPISODES:
+            self.columns: Mapping[Any, Any] = self.description["columns"]
+            self.observation_space: Any = folder.space(self.description, "observation_space")
+            self.action_space: Any = folder.space(self.description, "action_space")
         self.version = folder.check_pairs()
         self.groups: list[tuple[int, int]] = []
         self.footers: dict[int, dict[str, Any]] = {}
         tables, sizes = [], []
-        pa, _ = import_pyarrow()
         for number in self.version:
             table, in_groups, footers = read_chunks(folder, number, kind, more)
             self.footers[number] = footers
@@ -128,6 +135,57 @@ class EpisodeIndex:
         head = self.order[self.first]
         self.t_started, self.num_steps = t_started[head], stop[self.last] - t_started[head]
         self.terminated, self.truncated = terminated[self.last], truncated[self.last]
+
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
+        """Read the steps of episodes: see `EpisodeStore`; a module's have the column `env_t` as well."""
+        described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
+        asked = {name: described[name] for name in names}
+        steps = self._rows(STEPS, asked, self.chunks_of(episodes), self.row, self.chunk_steps)
+        if with_last:
+            steps.last_obs = self._of_chunks(LAST_OBS, Columns.OBS, self.last[episodes])
+            if Columns.STATE_OUT in self.columns:
+                steps.initial = self._of_chunks(Columns.STATE_IN, Columns.STATE_OUT, self.order[self.first[episodes]])
+        return steps
+
+    def _of_chunks(self, name: str, like: str, chunks: Ints) -> Tree:
+        """What is stored beside the steps of some chunks, i64[K], of a column's kind: a tree of arrays any[K, ...]."""
+        rows = self._rows(EPISODES, {name: self.columns[like]}, chunks, self.place, np.ones_like(self.place))
+        rows.join()
+        return rows.taken(name)
+
+    def _rows(
+        self, kind: str, described: Mapping[str, Description], chunks: Ints, first: Ints, count: Ints
+    ) -> StoredSteps:
+        """The rows of some chunks, i64[K], in the files of a kind.
+
+        first, count    i64[P]    first row of each chunk in its row group, and how many
+        """
+        lengths = count[chunks]
+        order = np.argsort(chunks)  # as they lie in the files
+        begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
+        parts = {name: list[Tree]() for name in described}
+        numbers, firsts = np.unique(self.group[chunks[order]], return_index=True)
+        groups = [*zip(numbers.tolist(), np.split(order, firsts[1:]), strict=False)]  # none where there are no chunks
+        reads = [partial(self._table, kind, list(described), *self.groups[group]) for group, _ in groups]
+        with closing(in_pairs(reads)) as tables:
+            for (_, mine), table in zip(groups, tables, strict=True):
+                rows, counts = first[chunks[mine]], lengths[mine]
+                trees = [tree_of(table.column(name), each) for name, each in described.items()]
+                total, wanted = table.num_rows, ranges(rows, counts)
+                if 2 * len(wanted) < total:  # the rest is let go
+                    trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
+                    total, rows = len(wanted), np.cumsum(counts) - counts
+                begins[mine] = size + rows
+                size += total
+                for name, tree in zip(described, trees, strict=True):
+                    parts[name].append(tree)
+        found = {name: trees or [empty_tree(described[name], 0)] for name, trees in parts.items()}
+        return StoredSteps(found, ranges(begins, lengths), None)
+
+    def _table(self, kind: str, names: Sequence[str], number: int, group: int) -> Any:
+        """The table of a row group. In any thread."""
+        with opened(self._folder, kind, number, self.footers[number][kind]) as file:
+            return file.read_row_group(group, columns=names, use_threads=False)
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
@@ -201,74 +259,3 @@ def numbers_in(table: Any, name: str) -> Ints:
 def _numbers(array: Any) -> Ints:
     numbers: Ints = array.to_numpy(zero_copy_only=False).astype(np.int64)
     return numbers
-
-
-class ParquetEpisodes(EpisodeIndex):
-    """Episodes that a `DatasetSink` has written, of one agent or of a module: see `EpisodeStore`.
-
-    more, piece_of    as of the index
-
-    Raises DatasetError if there is no dataset, or one that is damaged.
-    """
-
-    def __init__(
-        self, folder: DatasetFolder, more: Sequence[str] = (), piece_of: Callable[[Any], Ints] | None = None
-    ) -> None:
-        import_pyarrow()
-        self._folder = folder
-        self.description = folder.read()
-        self.columns: Mapping[str, Description] = self.description["columns"]
-        self.observation_space = folder.space(self.description, "observation_space")
-        self.action_space = folder.space(self.description, "action_space")
-        super().__init__(folder, EPISODES, more, piece_of)
-
-    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
-        """Read the steps of episodes: see `EpisodeStore`; a module's have the column `env_t` as well."""
-        described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
-        asked = {name: described[name] for name in names}
-        steps = self._rows(STEPS, asked, self.chunks_of(episodes), self.row, self.chunk_steps)
-        if with_last:
-            steps.last_obs = self._of_chunks(LAST_OBS, Columns.OBS, self.last[episodes])
-            if Columns.STATE_OUT in self.columns:
-                steps.initial = self._of_chunks(Columns.STATE_IN, Columns.STATE_OUT, self.order[self.first[episodes]])
-        return steps
-
-    def _of_chunks(self, name: str, like: str, chunks: Ints) -> Tree:
-        """What is stored beside the steps of some chunks, i64[K], of a column's kind: a tree of arrays any[K, ...]."""
-        rows = self._rows(EPISODES, {name: self.columns[like]}, chunks, self.place, np.ones_like(self.place))
-        rows.join()
-        return rows.taken(name)
-
-    def _rows(
-        self, kind: str, described: Mapping[str, Description], chunks: Ints, first: Ints, count: Ints
-    ) -> StoredSteps:
-        """The rows of some chunks, i64[K], in the files of a kind.
-
-        first, count    i64[P]    first row of each chunk in its row group, and how many
-        """
-        lengths = count[chunks]
-        order = np.argsort(chunks)  # as they lie in the files
-        begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
-        parts = {name: list[Tree]() for name in described}
-        numbers, firsts = np.unique(self.group[chunks[order]], return_index=True)
-        groups = [*zip(numbers.tolist(), np.split(order, firsts[1:]), strict=False)]  # none where there are no chunks
-        reads = [partial(self._table, kind, list(described), *self.groups[group]) for group, _ in groups]
-        with closing(in_pairs(reads)) as tables:
-            for (_, mine), table in zip(groups, tables, strict=True):
-                rows, counts = first[chunks[mine]], lengths[mine]
-                trees = [tree_of(table.column(name), each) for name, each in described.items()]
-                total, wanted = table.num_rows, ranges(rows, counts)
-                if 2 * len(wanted) < total:  # the rest is let go
-                    trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
-                    total, rows = len(wanted), np.cumsum(counts) - counts
-                begins[mine] = size + rows
-                size += total
-                for name, tree in zip(described, trees, strict=True):
-                    parts[name].append(tree)
-        found = {name: trees or [empty_tree(described[name], 0)] for name, trees in parts.items()}
-        return StoredSteps(found, ranges(begins, lengths), None)
-
-    def _table(self, kind: str, names: Sequence[str], number: int, group: int) -> Any:
-        """The table of a row group. In any thread."""
-        with opened(self._folder, kind, number, self.footers[number][kind]) as file:
-            return file.read_row_group(group, columns=names, use_threads=False)

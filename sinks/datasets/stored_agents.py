@@ -1,10 +1,10 @@
 """Fragments made of stored episodes of several agents."""
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any
 
 import numpy as np
 
-from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder, stored_ids
 from rollflow.sinks.datasets.episode_block import (
     STEPS_AT_ONCE,
@@ -16,7 +16,7 @@ from rollflow.sinks.datasets.episode_block import (
     step_bytes,
     windows_of,
 )
-from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
+from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
@@ -41,7 +41,7 @@ class ModuleEpisodes(ParquetEpisodes):
 
     def __init__(self, module_id: Any, folder: DatasetFolder, envs: "EnvEpisodes") -> None:
         more = [Columns.AGENT_ID, _RETURN, _STOPPED, ENV_EPS_ID]
-        super().__init__(folder, more, lambda table: envs.pieces_of(folder, table))
+        super().__init__(folder, more=more, piece_of=lambda table: envs.pieces_of(folder, table))
         self.module_id = module_id
         head = self.order[self.first]
         texts = self.more[Columns.AGENT_ID].cast("string").dictionary_encode()
@@ -57,7 +57,7 @@ class ModuleEpisodes(ParquetEpisodes):
         self.last_t: Ints = self.more[_STOPPED].to_numpy()[self.last]
 
 
-class EnvEpisodes(EpisodeIndex):
+class EnvEpisodes(ParquetEpisodes):
     """E episodes of environments, a row of numbers each, and the agents' episodes in them.
 
     agents                               all ids
@@ -70,12 +70,10 @@ class EnvEpisodes(EpisodeIndex):
     """
 
     def __init__(self, folder: DatasetFolder) -> None:
-        import_pyarrow()
         # A sink describes runs and modules before it commits their files: those that are listed first are described.
         folder = DatasetFolder(folder.path, folder.numbers())
-        self.description = folder.read()
-        self.agents: list[Any] = self.description["agents"]
         super().__init__(folder, ENV_EPISODES, [_AGENT_STEPS])
+        self.agents: list[Any] = self.description["agents"]
         keys = list(zip(self.runs.tolist(), self.ids.tolist(), strict=True))  # pieces of one episode have the same
         self._places = {key: place for place, key in enumerate(keys)}
         self._first_of: Ints = np.array([self._places[key] for key in keys], np.int64)  # a number for each run and id
@@ -168,32 +166,20 @@ class ModuleSteps(EpisodeBlock):
         return until
 
 
-class AgentsRest(NamedTuple):
-    """Episodes at the end of a block, i64[K], which the next one reads again.
-
-    ordinal    number of the first episode in the order of its pass
-    row        of the first env step that no fragment has
-    """
-
-    episodes: Ints
-    ordinal: int
-    row: int
-
-
 class AgentsBlock(EpisodeRows):
     """Env steps of K environments' episodes, one behind the other; a row is a vector step of one environment.
 
-    store, episodes    i64[K]
-    modules            steps of each module's agents
+    store      of the episodes
+    front      those at the end of the block before, as its `rest` gave them
+    modules    steps of each module's agents
     """
 
-    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int, rest: AgentsRest | None = None) -> None:
-        if rest is not None:
-            episodes, ordinal = np.concatenate([rest.episodes, episodes]), rest.ordinal
+    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int, front: "AgentsBlock | None" = None) -> None:
+        if front is not None:
+            episodes, ordinal = np.concatenate([front.episodes, episodes]), front.ordinal
+            self.row = front.row
         lengths = store.num_steps[episodes]
-        self.store: EnvEpisodes = store
-        self.ordinal = ordinal
-        self.episodes: Ints = episodes
+        self.store, self.ordinal, self.episodes = store, ordinal, episodes
         self.stop = np.cumsum(lengths)
         self.start = self.stop - lengths
         self.num_rows = int(self.stop[-1])
@@ -203,12 +189,15 @@ class AgentsBlock(EpisodeRows):
         # One environment can't begin an episode in its midst behind another: such a one begins a fragment.
         self._heads = self.start[store.t_started[episodes] > 0]
 
-    def rest(self, row: int, lookback: int) -> AgentsRest | None:
-        """What is there from a row on; None: nothing."""
+    def rest(self, row: int, lookback: int) -> "AgentsBlock | None":
+        """A block without steps, of the episodes from a row on, which are read again; None: there are none."""
         if row >= self.num_rows:
             return None
         at = int(np.searchsorted(self.stop, row, "right"))
-        return AgentsRest(self.episodes[at:], self.ordinal + at, row - int(self.start[at]))
+        rest = copy.copy(self)
+        rest.episodes, rest.ordinal, rest.modules = self.episodes[at:], self.ordinal + at, []
+        rest.row = row - int(self.start[at])
+        return rest
 
 
 class StoredAgents(MultiAgentFragment):
