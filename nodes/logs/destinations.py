@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TextIO, get_args
 
-from rollflow.nodes.logs.figures import GLOBAL_STEP, PLACE, Axis, Row, busiest_stage, labelled
+from rollflow.nodes.logs.figures import GLOBAL_STEP, PLACE, Axis, Figure, Row, busiest_stage, figure_of
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.data.system import lock_file, require_packages, unlock_file
 from rollflow.stream.graph.report import duration_text
@@ -205,7 +205,7 @@ class Prometheus:
         if not port.isdecimal() or int(port) > 65535:
             raise MetricsError(f"log='prometheus:{target}': expected PORT or HOST:PORT, a port from 0 to 65535")
         self.address = (host.strip("[]") or _LOOPBACK, int(port))
-        self._row: Row | None = None
+        self._values: Mapping[str, float] = {}
         self._serving: Any = None
 
     def open(self) -> None:
@@ -225,7 +225,7 @@ class Prometheus:
 
     def write(self, row: Row) -> None:
         """Have this row served from now on."""
-        self._row = row
+        self._values = row.values
 
     def close(self) -> None:
         """End the server, and its thread."""
@@ -238,11 +238,14 @@ class Prometheus:
         """The families of the newest row, as prometheus_client asks for them."""
         core = importlib.import_module("prometheus_client.core")
         kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
-        for figure, points in labelled({} if self._row is None else self._row.values).items():
-            family = kinds[figure.kind](figure.exported, figure.text, labels=[figure.label] if figure.label else [])
-            for label, value in points:
-                family.add_metric(list(label.values()), value)
-            yield family
+        families: dict[Figure, Any] = {}
+        for name, value in self._values.items():
+            figure = figure_of(name)
+            labels = [figure.label] if figure.label else []
+            if figure not in families:
+                families[figure] = kinds[figure.kind](figure.exported, figure.text, labels=labels)
+            families[figure].add_metric([name.removeprefix(figure.stem) for _ in labels], value)
+        yield from families.values()
 
 
 class Tracker:

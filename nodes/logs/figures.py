@@ -193,15 +193,6 @@ def figure_of(name: str) -> Figure:
     return OWN
 
 
-def labelled(values: Mapping[str, float]) -> dict[Figure, list[tuple[dict[str, str], float]]]:
-    """Figure -> (label -> its value, number) of each of the values of a row, in the order of the table."""
-    found: dict[Figure, list[tuple[dict[str, str], float]]] = {figure: [] for figure in (*FIGURES, OWN)}
-    for name, value in values.items():
-        figure = figure_of(name)
-        found[figure].append(({figure.label: name.removeprefix(figure.stem)} if figure.label else {}, value))
-    return {figure: points for figure, points in found.items() if points}
-
-
 def _returns(returns: EpisodeWindow) -> Iterator[tuple[str, float]]:
     last, lengths = list(returns.returns), list(returns.lengths)
     if last:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ from rollflow.nodes.policies.artifact_files import CARD, array_bytes, arrays_of,
 from rollflow.nodes.policies.onnx_policy import difference
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
-from rollflow.stream.data.tree import Tree, equal_trees, leaves_of, map_tree, stack_trees, tree_at
+from rollflow.stream.data.space import item_of
+from rollflow.stream.data.tree import Tree, equal_trees, leaves_of, map_tree, stack_trees
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 if TYPE_CHECKING:
@@ -90,16 +92,6 @@ class Examples:
     computed_by: dict[str, str] | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """Parts of a policy that was read from files, as arguments of `Policy`, and what it computed when it was saved."""
-
-    arguments: dict[str, Any]
-    explore: bool
-    trained_on: dict[str, Any]
-    examples: Examples
-
-
 def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
     """Name -> contents of a policy's files, the manifest first.
 
@@ -136,8 +128,10 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
     return {"policy.json": manifest_bytes(manifest), **files, CARD: card_of(policy, manifest).encode()}
 
 
-def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str]) -> Parts:
-    """The parts that a manifest and its files describe.
+def parts_of(
+    manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any], Examples]:
+    """What a manifest and its files describe: arguments of `Policy`, its `trained_on`, and its examples.
 
         allow    packages and modules whose classes and functions may be imported
 
@@ -163,12 +157,8 @@ def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collec
         raise PolicyError(f"policy.json: vector_steps of trained_on is {shown(steps)}, expected a whole number")
     inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
     computed = {name: array for name, array in examples.items() if name not in inputs}
-    return Parts(
-        arguments={"module": module, **pipelines, **spaces},
-        explore=manifest["explore"],
-        trained_on=trained_on,
-        examples=Examples(inputs, computed, manifest["computed_by"]),
-    )
+    arguments = {"module": module, **pipelines, **spaces, "explore": manifest["explore"]}
+    return arguments, trained_on, Examples(inputs, computed, manifest["computed_by"])
 
 
 def computed_by(module: Any) -> dict[str, str]:
@@ -287,8 +277,8 @@ def traced(
         _probed(before, partial(probe, sees_episodes=True), "env_to_module", []),
         _probed(after, partial(probe, sees_episodes=False), "module_to_env", first),
     )
-    count, size = inputs["inputs/rewards"].shape
-    for step in range(count):
+    steps, size = inputs["inputs/rewards"].shape
+    for step in range(steps):
         if step == RESET_AT:
             for session in range(size // 2):
                 probed.reset(session)
@@ -338,11 +328,8 @@ def _probed(
 
 def observations_at(space: gym.Space[Any], inputs: Arrays, step: int) -> Tree:
     """The observations of a step of the inputs, any[SESSIONS, ...] by leaf."""
-    leaves = iter(
-        [inputs[f"inputs/obs/{place}"] for place in range(sum(name.startswith("inputs/obs/") for name in inputs))]
-    )
-    like = _drawn(space, np.random.default_rng(0))
-    return tree_at(map_tree(lambda _: next(leaves), like), step)
+    leaves = (inputs[f"inputs/obs/{place}"][step] for place in count())
+    return map_tree(lambda _: next(leaves), item_of(space))
 
 
 def _drawn(space: gym.Space[Any], rng: np.random.Generator) -> Tree:

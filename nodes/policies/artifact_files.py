@@ -9,9 +9,8 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -29,8 +28,6 @@ OPTIONAL = (ONNX, "programs.json", "programs.safetensors")  # programs are of ol
 _MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
-
-_Read = Callable[[str, int], bytes]
 
 
 def folder_of(id_: str) -> str:
@@ -68,15 +65,15 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
     Raises PolicyError, with the file's name, if one is missing, altered, truncated or another's.
     """
-    with _reading(path) as read:
-        manifest = manifest_of(read(MANIFEST, _MOST_MANIFEST_BYTES), MANIFEST)
+    with _opened(path) as root:
+        manifest = manifest_of(_read(root, MANIFEST, _MOST_MANIFEST_BYTES), MANIFEST)
         listed = manifest.get("files")
         if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
             raise PolicyError(
                 f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe "
                 f"{', '.join(OPTIONAL)}"
             )
-        files = {name: _checked(read, name, listed[name]) for name in (*ARRAYS, ONNX) if name in listed}
+        files = {name: _checked(root, name, listed[name]) for name in (*ARRAYS, ONNX) if name in listed}
     return manifest, files
 
 
@@ -176,47 +173,34 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[_Read]:
-    """What reads a file of a policy by its name, with at most so many bytes: none is read before its size is known.
-
-    A zip is read where it lies: no file in it may be compressed.
-    """
+def _opened(path: Path) -> Iterator[Path | zipfile.Path]:
+    """A policy's folder, or its zip, which is read where it lies: no file in it may be compressed."""
     if path.is_dir():
-        yield partial(_read_in_folder, path)
+        yield path
         return
     if not path.is_file():
         raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
     with refused(f"{path} can't be read as a zip"), zipfile.ZipFile(path) as archive:
         _check_zip(path, archive.infolist())
-        yield partial(_read_in_zip, path, archive)
+        yield zipfile.Path(archive)
 
 
-def _read_in_folder(folder: Path, name: str, most: int) -> bytes:
-    path = folder / name
-    if path.is_symlink() or not path.is_file():
-        inside = sorted(each.parent for each in folder.glob(f"*/{MANIFEST}")) if name == MANIFEST else []
-        if inside:  # as the `save_policy` of several agents' rollout writes them
+def _read(root: Path | zipfile.Path, name: str, most: int) -> bytes:
+    """The contents of a file of a policy. Raises PolicyError, before it is read, for one of more bytes."""
+    file = root / name
+    if not file.is_file() or (isinstance(file, Path) and file.is_symlink()):
+        inside = sorted(each.parent for each in root.glob(f"*/{MANIFEST}")) if isinstance(root, Path) else []
+        if inside and name == MANIFEST:  # as the `save_policy` of several agents' rollout writes them
             of = ", ".join(each.name for each in inside)
             raise PolicyError(
-                f"{folder} has the policies of {of}: load one of them, such as Policy.load({str(inside[0])!r})"
+                f"{root} has the policies of {of}: load one of them, such as Policy.load({str(inside[0])!r})"
             )
-        raise PolicyError(f"{name} is missing in {folder}, expected a file")
-    size = path.stat().st_size
-    _check_size(name, size, most)
-    with path.open("rb") as file:
-        return file.read(size + 1)
-
-
-def _read_in_zip(path: Path, archive: zipfile.ZipFile, name: str, most: int) -> bytes:
-    if name not in archive.namelist():
-        raise PolicyError(f"{name} is missing in {path}, expected a file")
-    _check_size(name, archive.getinfo(name).file_size, most)
-    return archive.read(name)
-
-
-def _check_size(name: str, size: int, most: int) -> None:
-    if size > most:
-        raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
+        raise PolicyError(f"{name} is missing in {root}, expected a file")
+    with file.open("rb") as opened:
+        if (size := opened.seek(0, os.SEEK_END)) > most:
+            raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
+        opened.seek(0)
+        return bytes(opened.read())
 
 
 def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
@@ -231,11 +215,11 @@ def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
             raise PolicyError(f"{path}: {entry.filename} is compressed, expected files as they are")
 
 
-def _checked(read: _Read, name: str, entry: Any) -> bytes:
+def _checked(root: Path | zipfile.Path, name: str, entry: Any) -> bytes:
     size = entry.get("bytes") if isinstance(entry, dict) else None
     if type(size) is not int or not isinstance(entry.get("sha256"), str):
         raise PolicyError(f"{MANIFEST}: the entry of {name} is {str(entry)[:80]}, expected bytes and sha256")
-    data = read(name, size)
+    data = _read(root, name, size)
     if len(data) != size:
         raise PolicyError(f"{name} has {len(data)} bytes, expected {size}: it was truncated, or is another policy's")
     if _digest(data) != entry["sha256"]:

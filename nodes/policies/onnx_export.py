@@ -253,9 +253,7 @@ def _strip(model: Any) -> None:
     del model.metadata_props[:]
     del model.graph.metadata_props[:]
     model.doc_string = model.graph.doc_string = ""
-    for each in [*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output]:
-        each.doc_string = ""
-        del each.metadata_props[:]
-    for each in model.graph.initializer:
+    graph = model.graph
+    for each in [*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer]:
         each.doc_string = ""
         del each.metadata_props[:]

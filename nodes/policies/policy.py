@@ -557,8 +557,7 @@ class Policy:
         others = {artifact_files.ONNX: self._onnx_bytes(examples)} if onnx else {}
         files = artifact.files_of(self, examples, others)
         manifest, arrays = artifact_files.read_manifest(files)
-        parts = artifact.parts_of(manifest, arrays, classes_of(manifest))
-        type(self)._loaded(parts, device_of(self.module), self.explore)
+        type(self)._made_of(manifest, arrays, classes_of(manifest), device_of(self.module))
         return files
 
     def export_onnx(self, path: str | os.PathLike[str]) -> None:
@@ -595,19 +594,21 @@ class Policy:
             raise PolicyError(f"allow is {allow!r}, expected a list of packages: allow=[{allow!r}]")
         manifest, files = artifact_files.read_files(Path(path))
         with refused(f"no policy can be made of {path}"):
-            parts = artifact.parts_of(manifest, files, allow)
-            explores = parts.explore if explore is None else explore
-            policy = cls._loaded(parts, device, explores, learns=learns, seed=seed)
+            policy = cls._made_of(manifest, files, allow, device, explore=explore, learns=learns, seed=seed)
         return policy
 
     @classmethod
-    def _loaded(cls, parts: artifact.Parts, device: Any, explore: bool, **options: Any) -> Self:
-        policy = cls(**parts.arguments, explore=explore, device=device, **options)
-        policy.trained_on, policy._examples = parts.trained_on, parts.examples
-        exact = artifact.computed_by(policy.module) == parts.examples.computed_by
-        sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
-        computed = policy._traced(parts.examples.inputs, parts.explore)
-        artifact.check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
+    def _made_of(cls, manifest: Any, files: Any, allow: Collection[str], device: Any, **options: Any) -> Self:
+        """The policy of a manifest and its files; options are keywords that are not as they were saved."""
+        arguments, trained_on, examples = artifact.parts_of(manifest, files, allow)
+        explored = arguments["explore"]
+        given = {name: value for name, value in options.items() if value is not None}
+        policy = cls(**{**arguments, **given}, device=device)
+        policy.trained_on, policy._examples = trained_on, examples
+        exact = artifact.computed_by(policy.module) == examples.computed_by
+        sampled = artifact.CHOSEN if explored and not exact else ()
+        computed = policy._traced(examples.inputs, explored)
+        artifact.check_same(examples.computed, computed, exact=exact, skipped=sampled)
         return policy
 
     def _tried(self) -> artifact.Examples:

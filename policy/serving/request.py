@@ -12,6 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.data.space import Leaf
 from rollflow.stream.data.tree import Tree
 
 PROTOCOL = 1  # version of the messages over WebSocket
@@ -188,24 +189,15 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
             raise RequestError(f"{field} has NaN or infinite numbers, {expected}, all of them finite")
     elif not np.array_equal(made, array):
         raise RequestError(f"{field} has numbers that are not {space.dtype}, {expected}")
-    else:
-        _check_discrete(space, made if lead else made[None], field, " of observation {}" if lead else "")
+    elif not isinstance(space, spaces.Box):
+        low, high = Leaf(field, (), space).bounds()
+        numbers = made.reshape(-1, low.size)  # of each item
+        outside = ((numbers < low) | (numbers > high)).any(axis=1)
+        if outside.any():
+            place = int(np.argmax(outside))
+            which, item = (f" of observation {place}", made[place]) if lead else ("", made)
+            raise RequestError(f"{field}{which} is {item.tolist()}, expected an item of {space}")
     return made[()] if not made.ndim else made
-
-
-def _check_discrete(space: gym.Space[Any], items: Any, field: str, which: str) -> None:
-    """Raise RequestError if items of a discrete space, an array any[N, ...] in its dtype, lie outside of it."""
-    if isinstance(space, spaces.Discrete):
-        outside = (items < space.start) | (items >= space.start + space.n)
-    elif isinstance(space, spaces.MultiDiscrete):
-        outside = (items < space.start) | (items >= space.start + space.nvec)
-    elif isinstance(space, spaces.MultiBinary):
-        outside = (items != 0) & (items != 1)
-    else:
-        return
-    if outside.any():
-        place = int(np.argmax(outside.reshape(len(items), -1).any(axis=1)))
-        raise RequestError(f"{field}{which.format(place)} is {items[place].tolist()}, expected an item of {space}")
 
 
 def _not_a_number(value: Any, field: str) -> tuple[str, Any]:
