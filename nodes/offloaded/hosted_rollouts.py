@@ -26,37 +26,31 @@ logger = logging.getLogger(__name__)
 class HostedLane(RemoteLane):
     """One lane on a host that does its whole rollout, with its progress, as its host has told.
 
-    start       how often its environments were made anew
+    progress    as its host has told last
     steps       transitions in the fragments that have come
-    reported    those of them since the last start
-    made        all that were made since then
-    pulse       how often it has got on with something
-    first_pulse the same, when the turn began that its environments are made or reset in; -1: they were before it
+    reported    those of them since the last start of its environments
+    first_pulse pulse when the turn began that its environments are made or reset in; -1: they were before it
     stages      [name, items, busy seconds]
     turns       that were asked for
     since       when the newest turn began, in ns
-    is_in_vain  whether its turn, which is to end now, will have no step
     seed        of its environments since the last start
     lost        why the environments were lost before the next fragment; None: they were not
     """
 
-    start: int = 0
+    progress: LaneProgress = LaneProgress()  # noqa: RUF009  # it can't be changed
     steps: int = 0
     reported: int = 0
-    made: int = 0
-    pulse: int = 0
     first_pulse: int = -1
     stages: Sequence[list[Any]] = ()
     turns: int = 0
     since: int = 0
-    is_in_vain: bool = False
     seed: int = 0
     lost: str | None = None
 
     @property
     def unreported(self) -> int:
         """Transitions that were made and are in no fragment that has come."""
-        return max(0, self.made - self.reported)
+        return max(0, self.progress.steps - self.reported)
 
     def counted(self) -> list[list[Any]]:
         """Counts of its stages, and the seconds that a turn is under way, of which nothing is known yet."""
@@ -65,28 +59,29 @@ class HostedLane(RemoteLane):
 
     def begin_turn(self) -> None:
         """Count another turn; environments that are lost, or new, are made or reset in it."""
-        self.first_pulse = self.pulse if self.failures > 0 or not self.reported else -1
-        self.turns, self.since, self.is_in_vain = self.turns + 1, clock(), False
+        self.first_pulse = self.progress.pulse if self.failures > 0 or not self.reported else -1
+        self.turns, self.since = self.turns + 1, clock()
+        self.progress = self.progress._replace(is_in_vain=False)
 
-    def take(self, start: int, steps: int) -> None:
-        """Take down so many steps since a start."""
-        if start != self.start:
-            self.start, self.reported = start, 0
-        self.made = steps
+    def take(self, progress: LaneProgress) -> None:
+        """Take down how far it is."""
+        if progress.start != self.progress.start:
+            self.reported = 0
+        self.progress = progress
 
     @property
     def has_no_step(self) -> bool:
         """True if it makes no step: its host may come back with what was made, as long as it has not left."""
-        return self.phase is not LanePhase.STEPPING or self.is_in_vain
+        return self.phase is not LanePhase.STEPPING or self.progress.is_in_vain
 
     def lose(self, reason: str) -> int:
         """Transitions that the host has told of and not given, and those of a step that was under way."""
         lost = self.unreported
         # A step was under way, unless the environments have not begun, or the host has begun none.
         is_asked = self.phase in (LanePhase.STEPPING, LanePhase.LATE)
-        if is_asked and self.made and not (self.is_in_vain or self.host.has_drained):
+        if is_asked and self.progress.steps and not (self.progress.is_in_vain or self.host.has_drained):
             lost += self.lane.steps_under_way
-        self.made = self.reported
+        self.progress = self.progress._replace(steps=self.reported)
         return lost
 
 
@@ -146,8 +141,9 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
     def progress(self, lane: int) -> ProgressMark:
         """Count by which a lane shows that it gets on, and its activity: a lane that is late has a reset's time."""
         remote = self.remotes[lane]
-        resets = remote.pulse == remote.first_pulse or remote.phase is LanePhase.LATE
-        return remote.pulse, Activity.RESET if resets else Activity.STEP
+        pulse = remote.progress.pulse
+        resets = pulse == remote.first_pulse or remote.phase is LanePhase.LATE
+        return pulse, Activity.RESET if resets else Activity.STEP
 
     def note(self, event: HostEvent) -> None:
         """Take down how far a host is, and equip one that has another connection."""
@@ -165,7 +161,7 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
         try:
             check_report(report)
             raised = RaisedError(**report["failure"]) if "failure" in report else None
-            remote.take(report["start"], report["steps"])
+            remote.take(remote.progress._replace(start=report["start"], steps=report["steps"]))
             remote.seed = report["seed"]
             is_there = self.take_turn(remote, answer, report, is_checked=True)
         except Exception as error:
@@ -258,16 +254,12 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
             for index, *progress in event.what["lanes"]:
                 told, remote = LaneProgress(*progress).checked(), lanes.get(index)
                 if remote is not None and remote.phase not in (LanePhase.ASIDE, LanePhase.LOST):
-                    self._take_progress_of(remote, told)
+                    is_alive = told.pulse != remote.progress.pulse
+                    remote.take(told)
+                    if is_alive and remote.phase is LanePhase.LATE:
+                        self.begin(remote, LanePhase.STEPPING)
         except Exception as error:
             self._expel(event.host, error, "metrics")
-
-    def _take_progress_of(self, remote: HostedLane, progress: LaneProgress) -> None:
-        remote.take(progress.start, progress.steps)
-        is_alive = progress.pulse != remote.pulse
-        remote.pulse, remote.is_in_vain = progress.pulse, progress.is_in_vain
-        if is_alive and remote.phase is LanePhase.LATE:
-            self.begin(remote, LanePhase.STEPPING)
 
     def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
         """Have a host leave that has said what makes no sense."""

@@ -47,6 +47,7 @@ class Peer(Generic[C]):
     """Connection, and the transport that carries it.
 
     where      the other end, for people
+    partner    the other end, as the handler knows it; None: it has not been taken in
     dialled    the address that it was reached at by a `Dialler`
     mask       events of the socket that are waited for; 0: it is in no loop
     """
@@ -54,6 +55,7 @@ class Peer(Generic[C]):
     transport: Transport
     connection: C
     where: str
+    partner: Any = field(default=None, kw_only=True)
     dialled: Dialled | None = field(default=None, kw_only=True)
     mask: int = field(default=0, kw_only=True)
 

@@ -26,7 +26,7 @@ class LaneClock:
     def has_looked(self, rollout: Rollout, lane: int) -> bool:
         """True where a lane of whole rollouts has made nothing since it was looked at, and has time left."""
         watch = rollout.environments.deadlines  # type: ignore[attr-defined]
-        pulse = rollout.environments.remotes[lane].pulse  # type: ignore[attr-defined]
+        pulse, _ = rollout.environments.progress(lane)  # type: ignore[attr-defined]
         return bool(watch._seen[lane][0] == pulse) and self.is_before(rollout, lane)
 
     def go_on(self, rollout: Rollout | MultiAgentRollout, seconds: float) -> None:

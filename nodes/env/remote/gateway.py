@@ -103,11 +103,7 @@ def _shortened(space: Any) -> str:
     return text if len(text) <= 80 else f"{text[:38]} ... {text[-37:]}"
 
 
-@dataclass(slots=True, eq=False)
-class HostPeer(Peer[wire.GatewayConnection]):
-    """Connection of a host; `host` is None until it has been taken in."""
-
-    host: RemoteHost | None = None
+HostPeer = Peer[wire.GatewayConnection]  # whose partner is a `RemoteHost`
 
 
 class Gateway:
@@ -134,7 +130,7 @@ class Gateway:
         self._next_lane = self._next_slot = 0
         self._envs, self._role, self._limits = envs, role, envs.endpoint.limits
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
-        self._loop: SocketLoop[HostPeer] = SocketLoop(itself, HostPeer, max_strangers=_MOST_STRANGERS)
+        self._loop: SocketLoop[HostPeer] = SocketLoop(itself, max_strangers=_MOST_STRANGERS)
         self._loop.dial([] if envs.is_listening else envs.addresses, envs.endpoint.tls)
         self._loop.listen(envs.sockets, envs.endpoint.tls)
         self._lock = self._loop.lock
@@ -223,7 +219,7 @@ class Gateway:
                 peer.connection.goodbye(reason)
                 self._loop.write(peer)
             until = monotonic() + _GOODBYE_S
-            while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._loop.peers):
+            while (left := until - monotonic()) > 0 and any(peer.partner is not None for peer in self._loop.peers):
                 self._loop.serve(self._loop.wait(left), monotonic())  # until they close: so nothing is lost
             for peer in self._loop.peers:
                 self._loop.drop(peer)
@@ -282,22 +278,22 @@ class Gateway:
                 self._take_in(peer, event, now)
             case wire.Goodbye():
                 self._loop.drop(peer)
-                if peer.host is not None and peer.host.connection is peer.connection:
-                    peer.host.has_drained = event.drained
-                    self._leave(peer.host, f"said goodbye: {event.reason}")
+                if peer.partner is not None and peer.partner.connection is peer.connection:
+                    peer.partner.has_drained = event.drained
+                    self._leave(peer.partner, f"said goodbye: {event.reason}")
             case wire.Metrics():
-                assert peer.host is not None
-                self._news.append(HostEvent("progressed", peer.host, event.metrics))
+                assert peer.partner is not None
+                self._news.append(HostEvent("progressed", peer.partner, event.metrics))
             case _:
-                assert peer.host is not None
-                self._news.append(HostEvent("answered", peer.host, event))
+                assert peer.partner is not None
+                self._news.append(HostEvent("answered", peer.partner, event))
 
     def fail(self, peer: HostPeer, error: Exception, now: float) -> None:
         """Turn a stranger away, or note that a host is lost; raises what is no error of the wire."""
         if not isinstance(error, WireError):
             raise error
         peer.connection.refuse(error.code, str(error))
-        host = peer.host
+        host = peer.partner
         if host is None:
             self._loop.turn_away(peer, quoted(error))
         elif host.connection is peer.connection:
@@ -312,7 +308,7 @@ class Gateway:
         host = self.hosts.get(hello.session)
         if host is not None:
             peer.connection.welcome(host.session)
-            old, peer.host = self._loop.peer_of(host.connection), host
+            old, peer.partner = self._loop.peer_of(host.connection), host
             self._loop.dialler.welcomed(peer.dialled)
             gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
             host.connection, host.lost_at, host.is_away, host.told = peer.connection, None, False, {}
@@ -327,7 +323,7 @@ class Gateway:
         session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
         peer.connection.welcome(session)
         name = f"{quoted(hello.name)} ({peer.where})"
-        host = peer.host = RemoteHost(name, session, peer.connection, dialled=peer.dialled)
+        host = peer.partner = RemoteHost(name, session, peer.connection, dialled=peer.dialled)
         self._next_lane += len(lanes)
         self._next_slot += hello.num_envs
         self._first = self._first or hello

@@ -22,10 +22,6 @@ from rollflow.stream.wire.session import form_of
 Opened = Callable[[], socket.socket]  # a new connection to the host, blocking
 
 
-class ProtocolViolation(Exception):
-    """Raised when a host does something else than the protocol says."""
-
-
 class RawConnection(ClosedOnExit):
     """Connection with a host: the handshake as a gateway has it, then message by message: what is sent may be wrong.
 
@@ -34,7 +30,7 @@ class RawConnection(ClosedOnExit):
     patience_s    how long an answer may take
     session       that goes on, whose requests under way are asked again; None: a new one
 
-    Raises ProtocolViolation or WireError if the host does something else in the handshake.
+    Raises WireError if the host does something else in the handshake.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class RawConnection(ClosedOnExit):
             while not events:
                 data = self._data("the handshake")
                 if gateway.is_new and data[0] in TLS_BEGINS:
-                    raise ProtocolViolation("speaks TLS, expected it not to")
+                    raise WireError("speaks TLS, expected it not to")
                 events = gateway.receive(data, monotonic())
                 self.sock.sendall(b"".join(gateway.outgoing()))
             if isinstance(events[0], WireError):
@@ -77,7 +73,7 @@ class RawConnection(ClosedOnExit):
         self.sock.close()
 
     def ask(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
-        """Send the next request: its answer. Raises WireError or ProtocolViolation if that fails, or does not fit."""
+        """Send the next request: its answer. Raises WireError if that fails, or does not fit."""
         self.put(request)
         return self.answers_to([request])[0]
 
@@ -102,7 +98,7 @@ class RawConnection(ClosedOnExit):
                 continue
             if isinstance(answer, wire.Failed):
                 failure = f"{answer.type}: {answer.text}"
-                raise ProtocolViolation(f"failed at {request.kind} {request.number}: {failure}, expected {expected}")
+                raise WireError(f"failed at {request.kind} {request.number}: {failure}, expected {expected}")
             answers.append(self._form.check_rows(answer, request, self.session.slots_of(answer.lane)))
             self.session.take(answers[-1])
             left.remove(answer.lane)
@@ -148,25 +144,23 @@ class RawConnection(ClosedOnExit):
         self.sock.sendall(b"".join(wire.encode(message)))
 
     def expect(self, kind: Any, what: str) -> Any:
-        """The next message, of this kind. Raises ProtocolViolation for another, and if none comes."""
+        """The next message, of this kind. Raises WireError for another, and if none comes."""
         while not self._waiting:
             self._take(self._data(what))
         message = self._waiting.pop(0)
         if not isinstance(message, kind):
-            raise ProtocolViolation(f"sent {shown(message)}, expected {what}")
+            raise WireError(f"sent {shown(message)}, expected {what}")
         return message
 
     def refused(self, code: str, why: str) -> None:
-        """Expect the host to refuse with this code and to close. Raises ProtocolViolation if it does not."""
+        """Expect the host to refuse with this code and to close. Raises WireError if it does not."""
         refusal = self.expect(wire.Refused, f"refused with the code '{code}', after {why}")
         if refusal.code != code:
-            raise ProtocolViolation(
-                f"refused with the code '{refusal.code}' ({refusal.text}), expected '{code}', after {why}"
-            )
+            raise WireError(f"refused with the code '{refusal.code}' ({refusal.text}), expected '{code}', after {why}")
         self.closed(f"the connection closed after {why}")
 
     def closed(self, what: str, last: type[wire.Message] | None = None) -> None:
-        """Expect the host to close the connection. Raises ProtocolViolation if it does not.
+        """Expect the host to close the connection. Raises WireError if it does not.
 
         last    message that it may say before
         """
@@ -174,7 +168,7 @@ class RawConnection(ClosedOnExit):
             self._take(data)
             self._waiting = [message for message in self._waiting if last is None or not isinstance(message, last)]
         if self._waiting:
-            raise ProtocolViolation(f"sent {shown(self._waiting[0])}, expected {what}")
+            raise WireError(f"sent {shown(self._waiting[0])}, expected {what}")
 
     def _take(self, data: bytes) -> None:
         """Keep the messages in these bytes, but for pings, which are answered."""
@@ -189,11 +183,11 @@ class RawConnection(ClosedOnExit):
         try:
             data = self.sock.recv(1 << 16)
         except TimeoutError:
-            raise ProtocolViolation(f"sent nothing for {self._patience_s:g} s, expected {what}") from None
+            raise WireError(f"sent nothing for {self._patience_s:g} s, expected {what}") from None
         except ConnectionError:
             data = b""
         if not data and not may_end:
-            raise ProtocolViolation(f"closed the connection, expected {what}")
+            raise WireError(f"closed the connection, expected {what}")
         return data
 
 
@@ -222,7 +216,7 @@ def check_host(
             with RawConnection(opened, secret, patience_s) as host:
                 role = host.hello.role
                 check(host)
-        except (ProtocolViolation, WireError, OSError) as error:
+        except (WireError, OSError) as error:
             yield name, str(error) or type(error).__name__
             if number == 0:
                 return
@@ -232,7 +226,7 @@ def check_host(
 
 def _takes_part(host: RawConnection) -> None:
     if host.hello.role not in ("env", "agents"):
-        raise ProtocolViolation(f"has the role '{host.hello.role}', expected 'env', or 'agents'")
+        raise WireError(f"has the role '{host.hello.role}', expected 'env', or 'agents'")
 
 
 def _refuses_gateways(host: RawConnection) -> None:
@@ -240,7 +234,7 @@ def _refuses_gateways(host: RawConnection) -> None:
         return
     try:
         with host.again(secret=secrets.token_bytes(32)):
-            raise ProtocolViolation("took part with a gateway that has another secret, expected it to refuse")
+            raise WireError("took part with a gateway that has another secret, expected it to refuse")
     except WireError as error:
         if error.code != "secret":
             raise
@@ -269,9 +263,7 @@ def _answers_again(host: RawConnection) -> None:
     rows = host.ask(request)
     host.send(request)
     if not _same(host.expect(type(rows), f"the answer to step {request.number} again"), rows):
-        raise ProtocolViolation(
-            f"answered step {request.number} with something else the second time, expected the same"
-        )
+        raise WireError(f"answered step {request.number} with something else the second time, expected the same")
     host.step(second)
 
 
@@ -299,7 +291,7 @@ def _answers_pings(host: RawConnection) -> None:
     host.send(wire.Ping(77))
     pong = host.expect(wire.Pong, "pong 77")
     if pong.number != 77:
-        raise ProtocolViolation(f"sent pong {pong.number}, expected pong 77")
+        raise WireError(f"sent pong {pong.number}, expected pong 77")
 
 
 def _takes_pieces(host: RawConnection) -> None:
@@ -358,10 +350,10 @@ def _keeps_turns(host: RawConnection) -> None:
 
 
 def _check_same(rows: list[wire.Rows | wire.AgentRows], expected: list[wire.Rows | wire.AgentRows], than: str) -> None:
-    """Raise ProtocolViolation for the first answer that is another than the expected one."""
+    """Raise WireError for the first answer that is another than the expected one."""
     for number, (one, other) in enumerate(zip(rows, expected, strict=True)):
         if not _same(one, other):
-            raise ProtocolViolation(f"gave something else at step {number} {than}, expected the same")
+            raise WireError(f"gave something else at step {number} {than}, expected the same")
 
 
 def _same(one: wire.Rows | wire.AgentRows, other: wire.Rows | wire.AgentRows) -> bool:

@@ -204,7 +204,7 @@ def test_what_it_says_of_its_progress_is_lost_when_it_leaves() -> None:
         count = rollout.environments.remotes[1]
         for pulse in range(1, 8):
             raw.send(Metrics({"lanes": [[1, 0, 2 * pulse, pulse, False]]}))
-            taken += taken_until(fragments, lambda more, pulse=pulse: count.pulse == pulse)
+            taken += taken_until(fragments, lambda more, pulse=pulse: count.progress.pulse == pulse)
         raw.send(Goodbye("enough"))
         taken += taken_until(fragments, lambda more: bool(rollout.lost))
         assert rollout.lost == {"workers": 14 + 2}
