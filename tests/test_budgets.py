@@ -41,7 +41,7 @@ BUDGETS = {  # folder -> code lines, classes
         2095,
         26,
     ),  # TorchEnvs and JaxEnvs named; agents; checked pools at a glance; gates; one slot stepped by itself
-    "nodes/env/remote": (1535, 16),  # hosts of another version refused
+    "nodes/env/remote": (1528, 14),  # hosts of another version refused
     "nodes/env/workers": (
         2419,
         36,
@@ -54,7 +54,7 @@ BUDGETS = {  # folder -> code lines, classes
         1724,
         32,
     ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
-    "nodes/offloaded": (1631, 25),  # numbers of other hosts checked, that the rollout counts with
+    "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2089, 9),  # an evaluation refuses what a rollout refuses
     "nodes/rollout": (1597, 19),  # columns on a device; words of other engines; slots apart; JaxEnvs by name
     "nodes/stages": (1979, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
@@ -72,7 +72,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/fragments": (1514, 20),  # ready slots and their answers, from nodes/env; losses of agents; on a device
     "stream/graph": (2577, 36),  # tasks that read several outputs; bound calls of nodes, which may wait in them
     "stream/multi_agent": (1449, 19),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
-    "stream/net": (907, 13),  # ends of connections and sockets that listen, from nodes/env/remote
+    "stream/net": (908, 13),  # sockets that listen and ends of connections, from nodes/env/remote; what they are of
     "stream/observe": (1252, 18),
     "stream/wire": (969, 17),
     "stream/wire/codec": (1138, 30),
