@@ -38,9 +38,9 @@ BUDGETS = {  # folder -> code lines, classes
         11,
     ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
     "nodes/env": (
-        2095,
+        2099,
         26,
-    ),  # TorchEnvs and JaxEnvs named; agents; checked pools at a glance; gates; one slot stepped by itself
+    ),  # TorchEnvs, JaxEnvs named; places report; agents; checked pools at a glance; gates; one slot stepped by itself
     "nodes/env/remote": (1528, 14),  # hosts of another version refused
     "nodes/env/workers": (
         2419,
@@ -56,8 +56,8 @@ BUDGETS = {  # folder -> code lines, classes
     ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
     "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2089, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1597, 19),  # columns on a device; words of other engines; slots apart; JaxEnvs by name
-    "nodes/stages": (1979, 21),  # columns and faults on a device; lanes that stop, or run ahead; inference mode
+    "nodes/rollout": (1524, 17),  # columns on a device; words of other engines; slots apart; JaxEnvs by name
+    "nodes/stages": (1987, 21),  # columns, faults on a device; lanes that stop, run ahead, or are begun; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (868, 21),
     "rollflow": (104, 0),  # two public names more
@@ -70,7 +70,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/data": (1400, 35),  # columns on a device, and their page
     "stream/episodes": (1670, 13),
     "stream/fragments": (1514, 20),  # ready slots and their answers, from nodes/env; losses of agents; on a device
-    "stream/graph": (2577, 36),  # tasks that read several outputs; bound calls of nodes, which may wait in them
+    "stream/graph": (2597, 36),  # tasks that read several outputs; bound calls of nodes, which may wait in them
     "stream/multi_agent": (1449, 19),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (908, 13),  # sockets that listen and ends of connections, from nodes/env/remote; what they are of
     "stream/observe": (1252, 18),

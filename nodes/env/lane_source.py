@@ -1,6 +1,6 @@
 """The base of nodes that step environments, of one agent each or of several."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from threading import get_ident
@@ -16,6 +16,7 @@ from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, noted
 from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.graph.meter import CallTimes
+from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
@@ -226,6 +227,13 @@ class LaneSource:
     def report_lanes_to(self, listener: LaneGate) -> None:
         """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
         self.listener = listener
+
+    def broadcast(self, published: Mapping[Any, tuple[int, Any]]) -> None:
+        """Send weights, module id -> version and weights, to where forward passes are done: none are done elsewhere."""
+
+    def stages(self, elapsed_s: float) -> list[NodeReport]:
+        """Reports of the stages that are elsewhere: there are none."""
+        return []
 
     @property
     def is_draining(self) -> bool:

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any, TypeVar
@@ -19,18 +18,16 @@ from rollflow.nodes.stages.rounds import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
-from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
+from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.run_doctor import Doctor, loop_held_up
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net import backoff
-from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.trace import FragmentName
-from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait
+from rollflow.stream.observe.waits import CALLER, Look, Sign
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-_KEPT = 101  # times of the reader, of which the median is told
 _NODES_CLOSE_S = 10.0  # nodes have limits of their own, as for worker processes
 
 
@@ -288,20 +285,16 @@ class RolloutDoctor(Doctor):
     drive       runs the ring
     learner     meter of the learner pipeline
     signs       method that gives silent faults; held weakly
-
-    reader_times    how long the reader had each round, without the time of the learner pipeline
     """
 
     def __init__(
         self, drive: Driver, learner: NodeMeter, signs: Callable[[], Sequence[Sign]], *of_every_doctor: Any
     ) -> None:
-        drive.run.counters.learner = self._learner = learner
         super().__init__(drive.run.counters, *of_every_doctor)
-        self._drive, self._signs = drive, WeakMethod(signs)
-        self.reader_times = CallTimes()
-        self._reader = get_ident()  # its thread
-        # When it got its round, busy time of the learner then, and what a trace tells of; None: it asks for the next.
-        self._held: tuple[int, int, list[FragmentName]] | None = None
+        self._drive, self._learner, self._signs = drive, learner, WeakMethod(signs)
+        self._counters.learner, self._counters.reader = learner, get_ident()
+        self._learnt = 0  # busy time of the learner pipeline when the reader got its round
+        self._told: list[FragmentName] = []  # of the round, for a trace
 
     def stop(self) -> None:
         self._end_update()
@@ -309,43 +302,20 @@ class RolloutDoctor(Doctor):
 
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
-        if (held := self._held) is not None:
-            self.reader_times.add(clock() - held[0] - (self._learner.busy_ns - held[1]))
-        self._reader = get_ident()
+        counters = self._counters
+        if counters.given is not None:
+            counters.reader_times.add(clock() - counters.given - (self._learner.busy_ns - self._learnt))
+        counters.reader = get_ident()
         self._end_update()
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
         told = () if self._tracing.fragments is None else fragments
-        self._held = clock(), self._learner.busy_ns, [(fragment.lane, fragment.sequence) for fragment in told]
+        self._told = [(fragment.lane, fragment.sequence) for fragment in told]
+        self._counters.given, self._learnt = clock(), self._learner.busy_ns
 
     def look(self) -> Look | None:
-        """The look of the driver, with the learner pipeline before the reader; None: it does not run."""
-        look = self._drive.look()
-        if look is None or self.is_over:
-            return None
-        waits, exits, since = dict(look.waits), look.exits, self._learner.works_since
-        stack = partial(stack_of_thread, self._reader)
-        if since is None:
-            held, reader = self._held, waits[CALLER]
-            age_s = (clock() - held[0]) / 1e9 if held is not None and reader.kind == "works" else 0.0
-            waits[CALLER] = replace(reader, age_s=age_s, stack=stack)
-        else:
-            learner = Wait(
-                self._learner.name,
-                "call",
-                "makes a batch",
-                mark=since,
-                age_s=(clock() - since) / 1e9,
-                calls=self._learner.items,
-                remedy="look at the learner connectors: rollout.learner_pipeline.timers() has the time of each piece",
-                stack=stack,
-            )
-            reader = replace(waits[CALLER], kind="waits", doing="waits", on=(learner.name,), mark=since)
-            waits |= {CALLER: reader, learner.name: learner}
-            exits = tuple(Exit(CALLER, each.items, waits=True) if each.party == CALLER else each for each in exits)
-        times = tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
-        return Look(exits, waits, "fragment", times)
+        return None if self.is_over else self._drive.look()
 
     def signs(self) -> Sequence[Sign]:
         signs = self._signs()
@@ -356,7 +326,6 @@ class RolloutDoctor(Doctor):
 
     def _end_update(self) -> None:
         """Record what the reader did with its last round, once the learner pipeline had made a batch of it."""
-        held, self._held, trace = self._held, None, self._tracing.fragments
-        if held is not None and held[2] and trace is not None:
-            given, learnt, fragments = held
-            trace.update(fragments, given + self._learner.busy_ns - learnt, clock())
+        given, self._counters.given, trace = self._counters.given, None, self._tracing.fragments
+        if given is not None and self._told and trace is not None:
+            trace.update(self._told, given + self._learner.busy_ns - self._learnt, clock())

@@ -7,17 +7,17 @@ from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.env.environments import SEVERAL_AGENTS
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.modules.rl_module import MultiRLModule
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate, evaluate_agents
 from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
-from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
-from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
+from rollflow.nodes.rollout.options import MultiAgentKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
-from rollflow.nodes.stages.acting import lookback_for
-from rollflow.nodes.stages.module_set import AgentLearner, AgentsActing
+from rollflow.nodes.stages.module_set import AgentLearner, AgentsActing, agents_acting_for
 from rollflow.stream.data.errors import ModuleError, warn_caller
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -130,7 +130,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         exist, and for weights that are not its own; then nothing is published.
         """
         versions = self._acting.publish(weights)
-        self._execution.send({module_id: (versions[module_id], weights[module_id]) for module_id in versions})
+        self.environments.broadcast({module_id: (versions[module_id], weights[module_id]) for module_id in versions})
         return dict(self.hooks.tell("publish", versions))
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
@@ -142,7 +142,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         self._acting.check_elsewhere(weights)
         if version <= self.version_elsewhere:
             return False
-        self._execution.send({module_id: (version, each) for module_id, each in weights.items()})
+        self.environments.broadcast({module_id: (version, each) for module_id, each in weights.items()})
         is_new = self._acting.publish_as(version, weights)
         return self.hooks.tell_if_new(dict.fromkeys(weights, version), is_new=is_new)
 
@@ -251,6 +251,20 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 "modules that there were; expected that before the run, or where='processes' or RemoteEnvs"
             )
 
+    def _make_acting(self, options: RolloutOptions) -> AgentsActing:
+        acting = agents_acting_for(
+            self.environments.parts,
+            self.environments.envs[0],
+            **options.acting_options,
+            mapping=options.agent_to_module_mapping_fn,
+            joint_connector=options.joint_connector,
+            explore=options.explore,
+            may_be_stateful=options.lookback != 0,
+            how=options.forward.options,
+        )
+        self.returns = AgentReturns(acting.module.__contains__)
+        return acting
+
     def _make_learner(self) -> None:
         acting, options = self._acting, self._options
         self.joint = acting.joint
@@ -258,8 +272,5 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
         self.learner = AgentLearner(acting, options.modules_to_train, options.learner_connector, self.metrics, self)
 
-    def _make_lanes(self) -> None:
-        learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
-        pipelines = *self._acting.pipelines, *learning
-        lookback = lookback_for(self._options.lookback, pipelines, stateful=self._acting.is_stateful)
-        self._acting.make_lanes(self.environments, lookback, self.seed)
+    def _learner_pipelines(self) -> list[LearnerConnectorPipeline]:
+        return [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]

@@ -5,14 +5,14 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from gymnasium.envs.registration import EnvSpec
 
 from rollflow.nodes.device.environments import DeviceEnvironments
 from rollflow.nodes.device.torch_envs import TorchEnvs
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
-from rollflow.nodes.env.environments import ONE_AGENT as ONE, SEVERAL_AGENTS as SEVERAL, Environments, EnvKind
+from rollflow.nodes.env.environments import Environments, EnvKind
 from rollflow.nodes.env.multi_agent_env import MultiAgentVectorEnv
 from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, RemoteRollouts
@@ -22,14 +22,10 @@ from rollflow.nodes.env.workers.ready_slots import ReadySlots, ReadyThreads
 from rollflow.nodes.env.workers.thread_node import ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts
-from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.offloaded.hosted_rollouts import HostedRollouts
-from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
 from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import race, trial_of, workers_in
-from rollflow.nodes.stages.acting import Acting, acting_for
-from rollflow.nodes.stages.module_set import AgentsActing, agents_acting_for
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, ModuleError, shown
 
@@ -49,58 +45,8 @@ NODES: dict[str, Callable[..., Any]] = {
 READY_NODES: dict[str, Callable[..., Any]] = {"threads": ReadyThreads, "processes": ReadyProcesses}
 
 
-class RolloutKind(NamedTuple):
-    """Parts of a rollout whose environments have one agent each, or several.
-
-    env          kind of the environments
-    is_ready     whether environments are made already
-    act          makes what acts, of the node and the options
-    returns      makes what has the returns of the last episodes, of what acts
-    emitter      parts fragments from turns
-    """
-
-    env: EnvKind
-    is_ready: Callable[[Any], bool]
-    act: Callable[[Any, RolloutOptions], Acting | AgentsActing]
-    returns: Callable[[Any], Any]
-    emitter: type[Emitter]
-
-
-def _one_acting(environments: Any, options: RolloutOptions) -> Acting:
-    spaces = environments.observation_space, environments.action_space
-    home = environments.device if isinstance(environments, DeviceEnvironments) else None
-    return acting_for(environments.envs[0], spaces, **options.acting_options, home=home)
-
-
-def _several_acting(environments: Any, options: RolloutOptions) -> AgentsActing:
-    return agents_acting_for(
-        environments.parts,
-        environments.envs[0],
-        **options.acting_options,
-        mapping=options.agent_to_module_mapping_fn,
-        joint_connector=options.joint_connector,
-        explore=options.explore,
-        may_be_stateful=options.lookback != 0,
-        how=options.forward.options,
-    )
-
-
-ONE_AGENT = RolloutKind(ONE, is_ready, _one_acting, lambda acting: EpisodeReturns(), Emitter)
-SEVERAL_AGENTS = RolloutKind(
-    SEVERAL,
-    lambda env: isinstance(env, MultiAgentVectorEnv),
-    _several_acting,
-    lambda acting: AgentReturns(acting.module.__contains__),
-    AgentEmitter,
-)
-
-
 def place(
-    env: EnvSource | RemoteHosts,
-    options: RolloutOptions,
-    *,
-    rollout: type,
-    kind: RolloutKind,
+    env: EnvSource | RemoteHosts, options: RolloutOptions, *, rollout: type, kind: EnvKind
 ) -> tuple[Any, str, RolloutOptions]:
     """The node that steps the environments, under `where="auto"` why it is where it is, else "", and what is left.
 
@@ -133,7 +79,7 @@ def place(
     return environments, reason, options
 
 
-def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any:
+def _environments_for(env: Any, asked: RolloutOptions, kind: EnvKind) -> Any:
     """The node that steps the environments, in as many lanes as suit the place where `lanes` is None.
 
     Raises ValueError for another `where`, for `workers` if there are none, and for a list of seeds if hosts say
@@ -145,7 +91,7 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
         with closing_on_error(env.close):
             _check_remote(asked)
         made = NODES["RemoteEnvs" if isinstance(env, RemoteEnvs) else "RemoteRollouts"]
-        return made(env, kind=kind.env, lanes=lanes, **asked.timeouts.keywords(), **options)
+        return made(env, kind=kind, lanes=lanes, **asked.timeouts.keywords(), **options)
     if are_tensors := _tensors_in(env):
         _check_tensors(are_tensors, asked, kind)
     if not isinstance(where, str) or where not in get_args(Where):
@@ -161,8 +107,8 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
             options["workers"] = workers
         else:  # torch's own threads and compilers would stay on the core
             options["may_share_core"] = asked.forward.threads == 1 and not asked.forward.compile
-        return READY_NODES[where](env, kind=kind.env, **options)
-    if lanes is None and where != "inline" and not kind.is_ready(env):
+        return READY_NODES[where](env, kind=kind, **options)
+    if lanes is None and where != "inline" and not _is_made(env, kind):
         # One lane of processes at the least steps while another is in the forward pass.
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
@@ -173,14 +119,19 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: RolloutKind) -> Any
         options |= asked.timeouts.keywords()
     elif asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
-    return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind.env, **options)
+    return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind, **options)
 
 
-def _are_apart(env: Any, asked: RolloutOptions, kind: RolloutKind) -> bool:
+def _are_apart(env: Any, asked: RolloutOptions, kind: EnvKind) -> bool:
     """True if each slot is to step on its own, in one lane: see `Forward`."""
-    how, is_one = asked.forward, asked.lanes is None and not (kind.env.has_several or kind.is_ready(env))
+    how, is_one = asked.forward, asked.lanes is None and not (kind.has_several or _is_made(env, kind))
     most = how.max_batch if asked.where in READY_NODES and is_one and not how.in_thread else None
     return most is not None and count_of(env, asked.num_envs) <= most
+
+
+def _is_made(env: Any, kind: EnvKind) -> bool:
+    """True if vector environments are given, rather than what makes environments."""
+    return isinstance(env, MultiAgentVectorEnv) if kind.has_several else is_ready(env)
 
 
 def _tensors_in(env: Any) -> str:
@@ -189,11 +140,11 @@ def _tensors_in(env: Any) -> str:
     return next((type(each).__name__ for each in given if isinstance(each, TorchEnvs)), "")
 
 
-def _check_tensors(name: str, options: RolloutOptions, kind: RolloutKind) -> None:
+def _check_tensors(name: str, options: RolloutOptions, kind: EnvKind) -> None:
     """Raise EnvError for what a `TorchEnvs` can't be given."""
     if options.where != "inline":
         raise EnvError(f"where is {options.where!r}, but a {name} steps in the loop's thread; leave it out")
-    if kind.env.has_several:
+    if kind.has_several:
         raise EnvError(f"a {name} has one agent in each environment, expected it in a Rollout")
 
 
@@ -214,10 +165,10 @@ def _check_remote(options: RolloutOptions) -> None:
         )
 
 
-def _chosen_place(env: Any, options: RolloutOptions, kind: RolloutKind, rollout: type) -> tuple[RolloutOptions, str]:
+def _chosen_place(env: Any, options: RolloutOptions, kind: EnvKind, rollout: type) -> tuple[RolloutOptions, str]:
     """The options with the place that is fastest, and why; inline if that can't be measured."""
     here = replace(options, where="inline", workers=None)
-    if kind.is_ready(env):
+    if _is_made(env, kind):
         return here, "where='inline': these vector environments are here already"
     try:
         result = race(env, options, trial_of(rollout, options))
@@ -231,12 +182,12 @@ def _chosen_place(env: Any, options: RolloutOptions, kind: RolloutKind, rollout:
     return replace(options, where=where, workers=workers), f"where='{where}': {result}{unused}"
 
 
-def _options_of_hosts(env: Any, options: RolloutOptions, kind: RolloutKind) -> dict[str, Any]:
+def _options_of_hosts(env: Any, options: RolloutOptions, kind: EnvKind) -> dict[str, Any]:
     """Keywords of the `RolloutHost` of each host. Raises EnvError or ModuleError for what hosts can't be given."""
     makers = env if isinstance(env, Sequence) and not isinstance(env, str) else [env]
     wrong = [each for each in makers if not isinstance(each, str | EnvSpec) and not callable(each)]
-    if wrong or kind.is_ready(env):
-        made = "made already, and" if kind.is_ready(env) or hasattr(wrong[0], "step") else "but"
+    if wrong or _is_made(env, kind):
+        made = "made already, and" if _is_made(env, kind) or hasattr(wrong[0], "step") else "but"
         raise EnvError(
             f"env is {shown(env)}, {made} hosts make their own; expected a callable that makes it, an id, or a list of "
             "those"

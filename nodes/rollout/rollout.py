@@ -12,17 +12,19 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
     LearnerConnectorPipeline,
     ModuleToEnvPipeline,
 )
+from rollflow.nodes.device.environments import DeviceEnvironments
 from rollflow.nodes.env.env_source import EnvSource, with_kwargs
+from rollflow.nodes.env.environments import ONE_AGENT
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
-from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
-from rollflow.nodes.rollout.placement import ONE_AGENT
+from rollflow.nodes.rollout.options import RolloutKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
-from rollflow.nodes.stages.acting import Acting, lookback_for, pieces_given
+from rollflow.nodes.stages.acting import Acting, acting_for, pieces_given
+from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
@@ -142,7 +144,7 @@ class Rollout(RolloutLoop[Fragment]):
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
         version = self._acting.weights.publish(weights)
-        self._execution.send({DEFAULT_MODULE_ID: (version, weights)})
+        self.environments.broadcast({DEFAULT_MODULE_ID: (version, weights)})
         return self.hooks.tell("publish", version)
 
     def publish_as(self, version: int, weights: Weights) -> bool:
@@ -154,7 +156,7 @@ class Rollout(RolloutLoop[Fragment]):
         if version <= newest.version:
             return False
         newest.check(weights)
-        self._execution.send({DEFAULT_MODULE_ID: (version, weights)})  # first: a turn may begin once it is there
+        self.environments.broadcast({DEFAULT_MODULE_ID: (version, weights)})  # first: a turn may begin once it is there
         return self.hooks.tell_if_new(version, is_new=newest.publish_as(version, weights))
 
     @property
@@ -197,13 +199,21 @@ class Rollout(RolloutLoop[Fragment]):
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
-        self._execution.check_train_batch(batch)
+        if isinstance(self._counting, EnvToModule):
+            self._counting.compare_with_train_batch(batch)
         return batch
 
     def _slowest_learner_piece(self) -> str:
         return slowest_piece([self.learner_pipeline])
 
     # Inside
+
+    def _make_acting(self, options: RolloutOptions) -> Acting:
+        environments = self.environments
+        spaces = environments.observation_space, environments.action_space
+        home = environments.device if isinstance(environments, DeviceEnvironments) else None
+        self.returns = EpisodeReturns()
+        return acting_for(environments.envs[0], spaces, **options.acting_options, home=home)
 
     def _make_learner(self) -> None:
         acting = self._acting
@@ -224,10 +234,8 @@ class Rollout(RolloutLoop[Fragment]):
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
 
-    def _make_lanes(self) -> None:
-        pipelines, acting = (*self._acting.pipelines, self.learner_pipeline), self._acting
-        lookback = lookback_for(self._options.lookback, pipelines, stateful=acting.is_stateful)
-        acting.make_lanes(self.environments, lookback, self.seed)
+    def _learner_pipelines(self) -> list[LearnerConnectorPipeline]:
+        return [self.learner_pipeline]
 
 
 class ReturnsCheck:

@@ -15,17 +15,17 @@ import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_flags, is_whole
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.env.environments import EnvKind
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.episode_returns import Hooked
-from rollflow.nodes.offloaded.lane_rollout import Published
-from rollflow.nodes.offloaded.offloaded import Emitter, OffloadedRollouts, ring_of_turns
+from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
-from rollflow.nodes.rollout.placement import RolloutKind, place
-from rollflow.nodes.stages.acting import Acting
-from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.rollout.placement import place
+from rollflow.nodes.stages.acting import Acting, lookback_for
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
 from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates, RolloutIterator
@@ -53,25 +53,19 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     env        environments, as they were given
     options    its keywords
     rollout    class of the rollout
-    kind       parts of rollouts with one agent in each environment, or several
+    kind       of its environments
     """
 
-    def __init__(
-        self,
-        env: Any,
-        options: RolloutOptions,
-        *,
-        rollout: type,
-        kind: RolloutKind,
-    ) -> None:
+    returns: Any
+
+    def __init__(self, env: Any, options: RolloutOptions, *, rollout: type, kind: EnvKind) -> None:
         self._env, self.seed = env, options.seed
         self.environments, self.placement, options = place(env, options, rollout=rollout, kind=kind)
         with closing_on_error(self.environments.close):
             self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options.watch)
-            acts: Any = kind.act(self.environments, options)
+            acts: Any = self._make_acting(options)
             acts.set_spaces(self.environments)
-            self._acting = acts
-            self.module, self.returns = acts.module, kind.returns(acts)
+            self._acting, self.module = acts, acts.module
             for pipeline in acts.pipelines:
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not options.debug
@@ -84,10 +78,24 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 first=acts.first_versions,
             )
             self._ledger = Ledger()  # of fragments in a graph
-            self._execution = Execution(
-                self.environments, acts, options, self.metrics, emitter=kind.emitter, ledger=self._ledger
-            )
-            self._credits = FragmentCredits(self.environments, lag, options.prefetch, self._execution)
+            self._relay = LaneGates(self.environments)
+            self._counting: Any  # stage that counts the lanes that come by
+            of_lanes = {"num_lanes": self.environments.num_lanes, "num_fragments": options.num_fragments}
+            of_lanes |= {"ledger": self._ledger, "relay": self._relay}
+            begin_lane: Callable[[Any], None] | None = None
+            if isinstance(self.environments, OffloadedRollouts):
+                self.environments.act_with(acts, options.pass_options, self.metrics, self._relay)
+                self._counting = (AgentEmitter if kind.has_several else Emitter)(**of_lanes)
+                self._draw = partial(ring_of_turns, self.environments, self._counting)
+            else:
+                self._counting, forward, act = acts.stages(
+                    self.environments, options.pass_options, self.metrics, **of_lanes
+                )
+                largest = max(env.num_envs for env in self.environments.envs) * acts.most_agents
+                forward = joint_forward(forward, largest, options.forward)
+                self._draw = partial(ring_of, self.environments, self._counting, forward, act)
+                begin_lane = partial(acts.begin_lane, seed=options.seed)
+            self._credits = FragmentCredits(self.environments, lag, options.prefetch, self._counting, begin_lane)
             self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns)
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
         self.hooks = self._rounds.hooks
@@ -110,26 +118,37 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def explain(self) -> str:
         """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
         self._prepare_lanes()
-        text = self._execution.drawn(self._credits).explain()
+        text = self._draw(self._credits).explain()
         return f"{text}\n{self.placement}" if self.placement else text
 
     def _ring(self, gates: Sequence[Gate]) -> Graph:
         """The ring, with the output `fragments`; the gates let a lane go on to its next step."""
         self._prepare_lanes()
-        return self._execution.ring(gates)
+        self._relay.take(gates)
+        return self._draw(self._relay.gate)
 
     def _prepare_lanes(self) -> None:
         """Have lanes for the pipelines as they are: they may have been edited."""
         if not self.environments.is_started:
             self._make_lanes()
 
+    def _make_lanes(self) -> None:
+        """Have lanes for the pipelines as they are."""
+        acting, pipelines = self._acting, (*self._acting.pipelines, *self._learner_pipelines())
+        lookback = lookback_for(self._options.lookback, pipelines, stateful=acting.is_stateful)
+        acting.make_lanes(self.environments, lookback, self.seed)
+
+    @abc.abstractmethod
+    def _make_acting(self, options: RolloutOptions) -> Acting | AgentsActing:
+        """Make what acts, and `returns`, which has those of the last episodes."""
+
     @abc.abstractmethod
     def _make_learner(self) -> None:
         """Make the learner pipeline, or one for each module."""
 
     @abc.abstractmethod
-    def _make_lanes(self) -> None:
-        """Have lanes for the pipelines as they are."""
+    def _learner_pipelines(self) -> list[LearnerConnectorPipeline]:
+        """The learner pipelines that there are now."""
 
     def _check_fits(self) -> None:  # several agents have nothing to check
         """Raise ModuleError if its parts don't fit together: nothing has begun yet."""
@@ -153,7 +172,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def leave_graph(self) -> None:
         """As a node of a graph whose run is over: let go of what held it back and watched it."""
         self._gates, self._watching = [], []
-        self._execution.let_go()
+        self._relay.take(())
 
     @abc.abstractmethod
     def _slowest_learner_piece(self) -> str:
@@ -335,10 +354,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         when the rollout is not running, or is a node of a graph: the graph's run has the report then.
         """
         if self._drive is not None and self._doctor is not None:
-            report, learner = self._drive.run.counters.report(), self._learner_meter
+            counters, learner = self._drive.run.counters, self._learner_meter
+            report = counters.report()
             elapsed_ns, piece = int(report.elapsed_s * 1e9), self._slowest_learner_piece()
             part = node_report(elapsed_ns, learner, learner.read(), slowest_piece=piece)
-            return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))
+            report = report.moved(CALLER, part, counters.reader_times.read())
+            return report.with_parts("rollouts", self.environments.stages(report.elapsed_s))
         if self._is_in_graph:
             raise RunError(
                 "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with "
@@ -453,7 +474,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         if error is not None and not isinstance(error, Exception):
             self._interrupted_by = type(error).__name__
         self._rounds.let_go()
-        self._execution.let_go()
+        self._relay.take(())
         self.log.end()
 
     def interrupt(self, error: BaseException) -> None:
@@ -568,80 +589,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self._learner_meter.items += 1
             self.hooks.tell("batch", batch)
             yield batch
-
-
-class Execution:
-    """Stages of a rollout's ring: forward passes and connectors here, or whole rollouts in workers or on hosts.
-
-    environments    node that steps them; of whole rollouts elsewhere each turn of a lane is a fragment
-    acting          what acts
-    options         of the rollout
-    metrics         what pieces log into
-    emitter         parts fragments from turns, if whole rollouts are elsewhere
-    ledger          counts the fragments
-
-    counting    stage that counts the lanes that come by
-
-    Raises ValueError if a lane does not fit into a pass.
-    """
-
-    def __init__(
-        self,
-        environments: Any,
-        acting: Acting | AgentsActing,
-        options: RolloutOptions,
-        metrics: Any,
-        *,
-        emitter: type[Emitter],
-        ledger: Ledger,
-    ) -> None:
-        self._environments, self._acting, self._relay = environments, acting, LaneGates(environments)
-        self._seed, how = options.seed, options.pass_options
-        self._is_here = not isinstance(environments, OffloadedRollouts)
-        self.counting: Any
-        of_lanes = {"num_lanes": environments.num_lanes, "num_fragments": options.num_fragments}
-        of_lanes |= {"ledger": ledger, "relay": self._relay}
-        if self._is_here:
-            self.counting, forward, act = acting.stages(environments, how, metrics, **of_lanes)
-            largest = max(env.num_envs for env in environments.envs) * acting.most_agents
-            self._stages = self.counting, joint_forward(forward, largest, options.forward), act
-        else:
-            environments.act_with(acting, how, metrics, self._relay)
-            self.counting = emitter(**of_lanes)
-
-    def drawn(self, gate: Gate | None) -> Graph:
-        """The ring with a gate, to which no stage reports."""
-        if self._is_here:
-            return ring_of(self._environments, *self._stages, gate)
-        return ring_of_turns(self._environments, self.counting, gate)
-
-    def ring(self, gates: Sequence[Gate]) -> Graph:
-        """The ring, with the output `fragments`; the gates let a lane go on: to its next step, or its next turn."""
-        self._relay.take(gates)
-        return self.drawn(self._relay.gate)
-
-    def let_go(self) -> None:
-        """Let go of the gates: the run is over."""
-        self._relay.take(())
-
-    def begin_lane(self, lane: Any) -> None:
-        """Give a lane that comes what its actions are sampled with, if that is here."""
-        if self._is_here:
-            self._acting.begin_lane(lane, self._seed)
-
-    def send(self, published: Published) -> None:
-        """Send weights to every lane, if they act elsewhere."""
-        if not self._is_here:
-            self._environments.broadcast(published)
-
-    def check_train_batch(self, batch: Batch) -> None:
-        """Warn if a train batch's observations have other shapes than the module got while acting here."""
-        if isinstance(self.counting, EnvToModule):
-            self.counting.compare_with_train_batch(batch)
-
-    def with_stages(self, report: Report) -> Report:
-        """The report, with the stages of workers or hosts in place of the node that stands for them."""
-        return report if self._is_here else report.with_parts("rollouts", self._environments.stages(report.elapsed_s))
 
 
 class RolloutLog(RunLog):

@@ -346,7 +346,8 @@ class FragmentCredits(LaneGate):
     environments    step the lanes
     lag             of the rounds of the loop over the rollout
     prefetch        rounds that it may run ahead of its reader; no more than `max_lag` under "pace"
-    execution       has the stage that counts the lanes, and gives one that comes what it begins with
+    counting        stage that counts the lanes
+    begin_lane      gives a lane that comes what its actions are sampled with; None: that is elsewhere
 
     lanes     that rounds are made of; under "pace" also those that have left, see `totals`. It is replaced, and never
               changed, as `absent` is: the reader's thread looks at them
@@ -355,9 +356,16 @@ class FragmentCredits(LaneGate):
     lets_run_ahead    whether a fragment may have steps that were begun in the one before
     """
 
-    def __init__(self, environments: LaneSource, lag: LagBound, prefetch: int, execution: Any) -> None:
+    def __init__(
+        self,
+        environments: LaneSource,
+        lag: LagBound,
+        prefetch: int,
+        counting: Any,
+        begin_lane: Callable[[Any], None] | None,
+    ) -> None:
         super().__init__()
-        self._execution = execution
+        self._counting, self._begin_lane = counting, begin_lane
         self.lanes = frozenset(range(environments.num_lanes))
         self.absent: Mapping[int, int] = {}
         self.totals: dict[int, int] = {}
@@ -432,8 +440,9 @@ class FragmentCredits(LaneGate):
 
     def lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
         """Make room for a lane; one that fills a vacancy is counted already."""
-        self._execution.begin_lane(lane)
-        self._execution.counting.expect(int(not fills_a_vacancy))
+        if self._begin_lane is not None:
+            self._begin_lane(lane)
+        self._counting.expect(int(not fills_a_vacancy))
         self.lanes |= {lane.index}
         self._changed()
 
@@ -444,7 +453,7 @@ class FragmentCredits(LaneGate):
         """
         if not self._is_by_lane:
             self.lanes -= {lane.index}
-        self._execution.counting.expect(int(was_the_last))
+        self._counting.expect(int(was_the_last))
         self._changed()
 
     def lane_absent(self, lane: Any) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
     from rollflow.stream.graph.port import Edge, NodeSpec
 
+_KEPT = 101  # times of the reader, of which the median is told
 _BRIEF_S = 0.1  # that a call between two waits for background nodes lasts at most
 
 
@@ -31,7 +32,10 @@ class RunCounters:
 
     nodes       node -> its meter
     caller      meter of the code that reads the outputs
-    learner     meter of the learner pipeline in the caller's thread; None: there is none
+    learner     meter of the learner pipeline in the caller's thread, of a rollout's; None: there is none
+    reader      the caller's thread; 0: not known
+    given       time in ns at which the caller got what it works on; None: it asks for the next, or that is not known
+    reader_times    how long the caller had each, without the time of the learner pipeline
     outputs     by name; none if the caller takes the items of all of them together
     holders     name -> meter of those outside of the graph whom nodes wait for
     chains      chains that have begun
@@ -50,6 +54,9 @@ class RunCounters:
         self.caller = NodeMeter(CALLER)
         self.holders: dict[str, NodeMeter] = {}
         self.learner: NodeMeter | None = None
+        self.reader = 0
+        self.given: int | None = None
+        self.reader_times = CallTimes()
         self.outputs: Mapping[str, Output[Any]] = {}
         self.chains: list[Chain] = []
         self.live: set[str] = set()
@@ -107,24 +114,44 @@ class RunCounters:
                 if not spec.outlets:
                     exits.append(Exit(found[0].name, self.nodes[name].items, waits=True))
         if graph.outputs:
-            reader = self._reader()
-            waits = [*waits, reader] if self.outputs else [reader, *waits]
-            exits.append(Exit(CALLER, self.caller.items, self.caller.is_waiting))
-        return Look(tuple(exits), by_name(waits))
+            reader, *learner = self._reader()
+            waits = [*waits, reader] if self.outputs else [reader, *waits, *learner]
+            exits.append(Exit(CALLER, self.caller.items, reader.kind == "waits"))
+        if self.learner is None:
+            return Look(tuple(exits), by_name(waits))
+        times = tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
+        return Look(tuple(exits), by_name(waits), "fragment", times)
 
-    def _reader(self) -> Wait:
-        caller, graph = self.caller, self.graph
+    def _reader(self) -> Iterator[Wait]:
+        """The reader of the outputs, and the learner pipeline if that makes a batch."""
+        caller, graph, learner, given = self.caller, self.graph, self.learner, self.given
+        since, stack = None if learner is None else learner.works_since, partial(stack_of_thread, self.reader)
+        if learner is not None and since is not None:
+            yield Wait(CALLER, "waits", "waits", on=(learner.name,), mark=since, calls=caller.items)
+            yield Wait(
+                learner.name,
+                "call",
+                "makes a batch",
+                mark=since,
+                age_s=(clock() - since) / 1e9,
+                calls=learner.items,
+                remedy="look at the learner connectors: rollout.learner_pipeline.timers() has the time of each piece",
+                stack=stack,
+            )
+            return
         mark = caller.items, caller.is_waiting
         if not caller.is_waiting:
             doing = "works on what it was given" if caller.items else "has not asked for an item yet"
-            return Wait(CALLER, "works", doing, mark=mark, calls=caller.items)
+            age_s = 0.0 if given is None else (clock() - given) / 1e9
+            yield Wait(CALLER, "works", doing, mark=mark, age_s=age_s, calls=caller.items, stack=stack)
+            return
         awaited = {
             name: edge for name, edge in graph.outputs.items() if not self.outputs or self.outputs[name].is_awaited
         }
         names = ", ".join(f"{graph.name}.{name}" for name in awaited)
         doing = f"waits for an item of {names}" if self.outputs else "waits"
         on = tuple(self._task(edge.source[0]) for edge in awaited.values())
-        return Wait(CALLER, "waits", doing, on=on, mark=mark, calls=caller.items)
+        yield Wait(CALLER, "waits", doing, on=on, mark=mark, calls=caller.items, stack=stack)
 
     def _chain_waits(self, chain: Chain) -> Iterator[Wait]:
         """The chain as a task, and what it is at."""

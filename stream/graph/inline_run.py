@@ -34,7 +34,8 @@ class InlineRun:
 
     def __init__(self, graph: Graph, mark: CallMark | None = None, *, is_answering: bool = False) -> None:
         graph.validate()
-        if not can_run_inline(graph):
+        is_inline = all(not spec.is_async and graph.place_of(name) == "inline" for name, spec in graph.nodes.items())
+        if not is_inline or not all(map(graph.is_chained, graph.edges)):
             raise GraphError(
                 f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
             )
@@ -147,10 +148,3 @@ class InlineRun:
             finally:
                 self.chain.close()
                 self.bell.close()
-
-
-def can_run_inline(graph: Graph) -> bool:
-    """True if every node is synchronous and inline, and every edge but the outputs is chained."""
-    return all(graph.is_chained(edge) for edge in graph.edges) and all(
-        not spec.is_async and graph.place_of(name) == "inline" for name, spec in graph.nodes.items()
-    )

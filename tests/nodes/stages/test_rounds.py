@@ -41,8 +41,8 @@ def rounds_of(
 ) -> tuple[FragmentRounds[Any], FragmentCredits]:
     lag = Published(lambda: {}, max_lag, "drop" if max_lag is None else "pace")
     environments: Any = SimpleNamespace(num_lanes=lanes, has_fixed_lanes=has_fixed_lanes)
-    execution = SimpleNamespace(begin_lane=lambda lane: None, counting=SimpleNamespace(expect=lambda lanes: None))
-    credits = FragmentCredits(environments, lag, prefetch, execution)
+    counting = SimpleNamespace(expect=lambda lanes: None)
+    credits = FragmentCredits(environments, lag, prefetch, counting, None)
     return FragmentRounds(credits, lag, lambda fragment: None), credits
 
 
