@@ -327,7 +327,7 @@ class LaneSource:
         try:
             self.kind.record(lane, self._here[lane.index - self._first_lane].step(lane.actions))
         except BaseException as error:
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            error.add_note(lane.where)
             raise
 
     def hand_over(self, lane: Any) -> Any:
@@ -342,7 +342,7 @@ class LaneSource:
             self.kind.record(lane, stepped)
         except BaseException as error:
             self.unrecorded_steps += lane.steps_under_way
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            error.add_note(lane.where)
             raise
         return lane
 

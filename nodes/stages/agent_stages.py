@@ -1,6 +1,7 @@
 """The stages of environments with several agents: connector pieces and the cutting of fragments, forward, actions."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
@@ -11,8 +12,7 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_p
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.rl_module import with_threads
 from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback, record_first_states
-from rollflow.nodes.stages.module_forward import note_batch
-from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
+from rollflow.nodes.stages.module_to_env import act
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
@@ -142,7 +142,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         except Exception as error:
             note_own_pieces(error, *self.pipelines)
             whose = f", agents {list(agents)}" if agents else ""
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}{whose}")
+            error.add_note(f"{lane.where}{whose}")
             raise
         return self._full(lane) if lane.is_full else self._ready[lane.index]
 
@@ -195,18 +195,9 @@ class AgentForward:
 
     def __call__(self, batches: MultiAgentLane) -> MultiAgentLane:
         """One pass for every module that has agents to act for."""
-        lane = batches
-        for turn in lane.turns:
-            forward = turn.acting.forward
-            try:
-                turn.batch = forward.forward(turn.batch)
-            except Exception as error:
-                note_own_pieces(error, *self._modules.env_to_module)
-                where = f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}"
-                note_batch(error, where, turn.batch)
-                raise
-            turn.policy_version = forward.policy_version
-        return lane
+        for turn in batches.turns:
+            turn.acting.forward(turn)
+        return batches
 
     def rows(self, lane: MultiAgentLane) -> int:
         """Rows of a lane in its passes, of all modules: the agents that are to act."""
@@ -217,13 +208,12 @@ class AgentForward:
         if len(lanes) == 1:
             self(lanes[0])
             return
-        served: dict[ActingModule, list[tuple[int, ModuleTurn]]] = {}  # with the number of each turn's lane
-        for lane in lanes:
-            for turn in lane.turns:
-                served.setdefault(turn.acting, []).append((lane.index, turn))
+        served: dict[ActingModule, list[ModuleTurn]] = {}
+        for turn in chain.from_iterable(lane.turns for lane in lanes):
+            served.setdefault(turn.acting, []).append(turn)
         for acting, turns in served.items():
-            where = f"module '{acting.module_id}', lanes {', '.join(str(lane) for lane, _ in turns)}"
-            acting.forward.forward_jointly([turn for _, turn in turns], [len(turn.slots) for _, turn in turns], where)
+            numbers = ", ".join(str(turn.part.index) for turn in turns)
+            acting.forward.forward_jointly(turns, f"module '{acting.module_id}', lanes {numbers}")
 
     def describe(self) -> str:
         """The way passes are done, for `explain()`, if that is not as the modules have it."""
@@ -262,46 +252,20 @@ class ModuleToAgents:
 
     def _all_actions(self, lane: MultiAgentLane) -> list[tuple[Slots | None, Tree]]:
         """Slots i64[K] and actions `any[K, ...]` of all agents that are to act, part by part; None for slots: all."""
-        return [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]
-
-    def _actions(
-        self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline
-    ) -> tuple[Slots | None, Tree]:
-        """Slots i64[K] and actions `any[K, ...]` of all agents of a part that are to act; None for slots: all."""
-        chosen_space, env_space, metrics = part.layout.action_space, part.part.action_space, self._metrics
-        made, has_made_others = [], False
-        for turn in lane.turns:
-            if turn.part is not part:
-                continue
-            try:
-                acting = turn.acting
-                context = acting.module, acting.explore, metrics
-                batch = acted(pipeline, turn.batch, turn.shown, turn.shared_data, context)
-                if turn.is_first:
-                    check_first_actions(batch, chosen_space, env_space, turn.slots)
-                for_env = convert_actions(batch, chosen_space, env_space)
-                part.record_actions(turn, batch)
-            except Exception as error:
-                note_own_pieces(error, pipeline)
-                error.add_note(
-                    f"module '{turn.acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}, "
-                    f"agents {_agents_of(part, turn.slots)}"
-                )
-                raise
-            made.append((turn.slots, for_env))
-            has_made_others = has_made_others or Columns.ACTIONS_FOR_ENV in batch
-        return _joined(part, made) if has_made_others else part.recorded_actions()
+        of_parts = []
+        for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
+            turns = [turn for turn in lane.turns if turn.part is part]
+            for turn in turns:
+                context = turn.acting.module, turn.acting.explore, self._metrics
+                act(pipeline, (), part.part.action_space, context, turn)
+            has_made_others = any(Columns.ACTIONS_FOR_ENV in turn.batch for turn in turns)
+            of_parts.append(_joined(part, turns) if has_made_others else part.recorded_actions())
+        return of_parts
 
 
-def _agents_of(part: AgentLane, slots: Slots) -> list[Any]:
-    """The agents that have these slots, each once."""
-    agents = part.part.agents
-    return [agents[place] for place in np.unique(slots % len(agents)).tolist()]
-
-
-def _joined(part: AgentLane, made: Sequence[tuple[Slots, Tree]]) -> tuple[Slots | None, Tree]:
+def _joined(part: AgentLane, turns: Sequence[ModuleTurn]) -> tuple[Slots | None, Tree]:
     """Actions for the environments, in the slots' order."""
-    slots = np.concatenate([slots for slots, _ in made])
+    slots = np.concatenate([turn.slots for turn in turns])
     order = np.argsort(slots, kind="stable")
-    actions = map_tree(lambda leaf: leaf[order], concatenate_trees([actions for _, actions in made]))
+    actions = map_tree(lambda leaf: leaf[order], concatenate_trees([turn.actions for turn in turns]))
     return (None if len(slots) == part.layout.num_slots else slots[order]), actions

@@ -220,7 +220,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 lane.commit()
         except Exception as error:
             note_own_pieces(error, self.pipeline)
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            error.add_note(lane.where)
             raise
         if lane.is_full:
             return self._full(lane)

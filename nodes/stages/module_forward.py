@@ -84,13 +84,13 @@ class ModuleForward:
         self._forward = with_threads(threads, forward if self._flat is None else self._flat.__call__)
 
     def __call__(self, batches: Lane) -> Lane:
-        """Replace the lane's batch by the module's output."""
+        """Replace the batch of a lane, or of a `ModuleTurn`, by the module's output."""
         lane = batches
         try:
             lane.batch = self.forward(lane.batch)
         except Exception as error:
             note_own_pieces(error, *self._before)
-            note_batch(error, f"lane {lane.index}, vector step {lane.vector_steps}", lane.batch)
+            note_batch(error, lane.where, lane.batch)
             raise
         lane.policy_version = self.policy_version
         return lane
@@ -106,13 +106,11 @@ class ModuleForward:
         if len(lanes) == 1:
             self(lanes[0])
             return
-        where = f"lanes {', '.join(str(lane.index) for lane in lanes)}"
-        self.forward_jointly(lanes, [self.rows(lane) for lane in lanes], where)
+        self.forward_jointly(lanes, f"lanes {', '.join(str(lane.index) for lane in lanes)}")
 
-    def forward_jointly(self, turns: Sequence[Any], sizes: Sequence[int], where: str) -> None:
+    def forward_jointly(self, turns: Sequence[Any], where: str) -> None:
         """Do one pass over the batches of several lanes, or `ModuleTurn`s; each gets its part of the output.
 
-        sizes    rows of each
         where    the lanes, for a note on an error
         """
         batch: Batch = {}
@@ -125,6 +123,7 @@ class ModuleForward:
             raise
         parts: Sequence[Any] = [output]
         if len(turns) > 1:
+            sizes = [len(turn.episodes) for turn in turns]
             parts = JointOutput(output, sizes, [turn.shared_data for turn in turns]).parts()
         for turn, part in zip(turns, parts, strict=True):
             turn.batch, turn.policy_version = part, self.policy_version

@@ -1,6 +1,7 @@
 """The stage after the forward pass: connector pieces turn the module's output into actions."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -25,7 +26,7 @@ class ModuleToEnv:
     """A node that runs a module-to-env pipeline over a lane's batch and records the actions that come out.
 
     pipeline    makes `actions` (and maybe `actions_for_env`) out of the module's output
-    env_space   of the environments' actions; a lane's first ones are held against it. None: nothing is
+    env_space   of the environments' actions; the first ones are held against it. None: nothing is
     module      what the pieces see as `rl_module`
     explore     what the pieces see as `explore`
     metrics     what the pieces see as `metrics`
@@ -44,11 +45,9 @@ class ModuleToEnv:
         metrics: Any = None,
         threads: int | None = None,
     ) -> None:
-        self.pipeline, self._before = pipeline, before
-        self._act_in = with_threads(threads, self._act)
-        self._context = module, explore, metrics
-        self._env_space = env_space
-        self._checked: set[int] = set()  # lanes whose first actions have been held against that
+        self.pipeline = pipeline
+        context = module, explore, metrics
+        self._act = with_threads(threads, partial(act, pipeline, before, env_space, context))
 
     @property
     def slowest_piece(self) -> str:
@@ -57,27 +56,38 @@ class ModuleToEnv:
 
     def __call__(self, outputs: Lane) -> Lane:
         """Work out the actions for the lane's environments."""
-        return self._act_in(outputs)
-
-    def _act(self, lane: Lane) -> Lane:
-        try:
-            chosen = lane.layout.action_space
-            batch = acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
-            lane.batch = batch
-            if lane.device is not None:
-                on_device: Any = lane
-                lane.actions = on_device.actions_of(batch, self._env_space)
-            else:
-                if lane.index not in self._checked:
-                    self._checked.add(lane.index)
-                    check_first_actions(batch, chosen, self._env_space, range(lane.layout.num_slots))
-                lane.actions = convert_actions(batch, chosen, self._env_space)
-            lane.record_actions(batch)
-        except Exception as error:
-            note_own_pieces(error, *self._before, self.pipeline)
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
-            raise
+        lane: Lane = self._act(outputs)
         return lane
+
+
+def act(
+    pipeline: ModuleToEnvPipeline,
+    before: Sequence[EnvToModulePipeline],
+    env_space: gym.Space[Any] | None,
+    context: tuple[Any, bool, Any],
+    lane: Any,
+) -> Any:
+    """Work out the actions for the environments of a lane, or of a `ModuleTurn`, record them, and return it.
+
+    context    what the pieces see as `rl_module`, `explore` and `metrics`
+
+    All else is as for `ModuleToEnv`.
+    """
+    try:
+        chosen = lane.layout.action_space
+        batch = lane.batch = acted(pipeline, lane.batch, lane.episodes, lane.shared_data, context)
+        if lane.device is not None:
+            lane.actions = lane.actions_of(batch, env_space)
+        else:
+            if lane.is_first:
+                check_first_actions(batch, chosen, env_space, lane.episodes.slots)
+            lane.actions = convert_actions(batch, chosen, env_space)
+        lane.record_actions(batch)
+    except Exception as error:
+        note_own_pieces(error, *before, pipeline)
+        error.add_note(lane.where + lane.whose)
+        raise
+    return lane
 
 
 def acted(
@@ -145,9 +155,7 @@ def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[A
     return for_env
 
 
-def check_first_actions(
-    batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, slots: Slots | range
-) -> None:
+def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, slots: Slots) -> None:
     """Raise ColumnError if a pipeline's actions, of these slots, are in other spaces than they should be.
 
     chosen       in which `actions` are recorded
@@ -177,7 +185,7 @@ def check_first_actions(
         _check_within(env_space, for_env, slots)
 
 
-def _check_within(space: gym.Space[Any], actions: Tree, slots: Slots | range) -> None:
+def _check_within(space: gym.Space[Any], actions: Tree, slots: Slots) -> None:
     """Raise ColumnError for an action outside a Discrete, MultiDiscrete or MultiBinary space; a Box's are not checked.
 
     actions    a tree of arrays `any[K, ...]`, of K slots

@@ -191,6 +191,7 @@ class SlotLane:
     """
 
     device: Any = None  # of the columns' tensors; None: they are arrays
+    whose = ""  # the agents, as errors name them
     fragment: Fragment
     shown: LaneEpisodes | None
 
@@ -450,6 +451,7 @@ class Lane(SlotLane):
     row              row of the current observation, H … H+T
     at_start         True if the next vector step is the first of a fragment
     is_full          True if the fragment has its T vector steps
+    is_first         True until outputs of the module have been recorded
     policy_version   version of the weights that the last forward pass used
     episodes         the slots' episodes
     batch            data between the stages: column name -> tree of arrays `any[N, ...]`, or a part of the
@@ -480,6 +482,7 @@ class Lane(SlotLane):
         self.at_start, self.is_full = True, False
         self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
         self._outputs: Set[str] | None = None  # names of what the module's stages give at every step
+        self.is_first = True
         self.fragment = self._fragment(0, self.columns.first(observation_space), Fragment)
         self.batch: Any = {}
         self.actions: Tree = None
@@ -500,6 +503,11 @@ class Lane(SlotLane):
     def step(self) -> int:
         """The run's vector step that the lane stands at, by which schedules go."""
         return self.first_step + self.vector_steps
+
+    @property
+    def where(self) -> str:
+        """The lane and its vector step, for errors."""
+        return f"lane {self.index}, vector step {self.vector_steps}"
 
     @property
     def has_begun_again(self) -> bool:
@@ -744,7 +752,7 @@ class Lane(SlotLane):
             raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
 
     def _add_extra_columns(self, outputs: Mapping[str, Tree]) -> None:
-        self._outputs = {Columns.ACTIONS, *outputs}
+        self._outputs, self.is_first = {Columns.ACTIONS, *outputs}, False
         for name in (name for name in outputs if name != Columns.ACTIONS):
             try:
                 self.fragment.columns[name] = self.columns.extra(name, outputs[name])

@@ -42,22 +42,29 @@ class ModuleTurn:
         slots          i64[K]
         shared_data    of the module's connector pieces
 
-    places            of the slots' agents in the part, if it is a block of them; else None
-    shown             the slots' episodes
-    is_first          True until outputs of the module have been recorded in the lane
+    places    of the slots' agents in the part, if it is a block of them; else None
+
+    To the stages behind the connector pieces a turn is what a `Lane` is to those of one agent:
+
+    episodes          the slots' episodes
     batch             data between the stages: column -> tree of arrays `any[K, ...]`, or a `LaneOutput`
     policy_version    of the weights that the batch was last made by
+    actions           that the environments are stepped with next, `any[K, ...]`
+    is_first          True until outputs of the module have been recorded in the lane
 
     While all slots of the part act, the same turns are taken until modules change. If a module then
     serves the same agents in every environment, at equal distances, they are a block: while all slots stand in one row,
     it is read and written by views of the fragment's columns, `[row, environment, agent, ...]`.
     """
 
+    device: Any = None  # of the columns' tensors: they are arrays
+
     def __init__(self, part: "AgentLane", place: int, slots: Slots, shared_data: dict[str, Any]) -> None:
         self.part, self.place, self.slots, self.shared_data = part, place, slots, shared_data
-        self.acting, self.is_first = part.modules[place], place not in part.outputs
-        self.shown: Any = None
+        self.acting, self.is_first, self.layout = part.modules[place], place not in part.outputs, part.layout
+        self.episodes: Any = None
         self.batch: Any = None
+        self.actions: Tree = None
         self.policy_version = -1
         agents, num_slots = len(part.part.agents), part.layout.num_slots
         self._shape, self._count = (num_slots // agents, agents), len(slots)
@@ -67,6 +74,21 @@ class ModuleTurn:
         # Name of an output, its column's rows and dtype, the shape that it has, and the shape in a row.
         self.outputs: list[tuple[str, NDArray[Any], Any, tuple[int, ...], tuple[int, ...]]] | None = None
         self._version: int | None = None  # that all later rows have
+
+    @property
+    def where(self) -> str:
+        """The module, the lane and its vector step, for errors."""
+        return f"module '{self.acting.module_id}', lane {self.part.index}, vector step {self.part.vector_steps}"
+
+    @property
+    def whose(self) -> str:
+        """The agents, each once, as they are named behind `where`."""
+        agents = self.part.part.agents
+        return f", agents {[agents[place] for place in np.unique(self.slots % len(agents)).tolist()]}"
+
+    def record_actions(self, outputs: Mapping[str, Tree]) -> None:
+        """Write the outputs for the slots: see `AgentLane.record_actions`."""
+        self.part.record_actions(self, outputs)
 
     def begin_fragment(self) -> None:
         """Go on with the same observations in another fragment."""
@@ -132,6 +154,7 @@ class AgentLane(SlotLane):
     lives                bool[S] whether the slot has an episode
     waits                bool[S] whether the slot has acted and has no observation since
     received             f32[S] rewards of slots that wait
+    vector_steps         vector steps since the first reset
     raw                  newest observations as they came, in one row, if pieces have changed their type; else None
     """
 
@@ -154,6 +177,7 @@ class AgentLane(SlotLane):
         self.at: Slots = np.full(slots, layout.lookback)
         self.module = np.zeros(slots, np.int16)
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
+        self.vector_steps = 0
         self.outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
         columns = self.columns.first(self.observation_space)
@@ -208,7 +232,7 @@ class AgentLane(SlotLane):
         vector_step    its number, counted from 1
         """
         observed, rewards, terminateds, truncateds = step
-        row = self._row
+        self.vector_steps, row = vector_step, self._row
         if (
             self.acting is self.everyone  # so that no slot has a reward from before
             and observed.slots is None
@@ -365,13 +389,13 @@ class AgentLane(SlotLane):
         """The episodes of a turn's slots, for pieces; `commit` records the observations that they leave."""
         row, is_settled = self._row, self._edited is None and self.raw is None
         if row is None or turn.places is None or not is_settled:
-            turn.shown = self._show(turn.slots, self._newest(turn.slots), is_settled=is_settled)
-        elif turn.shown is None:
-            turn.shown = self._show(turn.slots, turn.observations(row), is_settled=True)
+            turn.episodes = self._show(turn.slots, self._newest(turn.slots), is_settled=is_settled)
+        elif turn.episodes is None:
+            turn.episodes = self._show(turn.slots, turn.observations(row), is_settled=True)
         else:
-            self.shown = turn.shown
-            turn.shown.show(turn.observations(row), is_settled=True)
-        shown: LaneEpisodes = turn.shown
+            self.shown = turn.episodes
+            turn.episodes.show(turn.observations(row), is_settled=True)
+        shown: LaneEpisodes = turn.episodes
         return shown
 
     def show_ended(self, slots: Slots) -> LaneEpisodes:

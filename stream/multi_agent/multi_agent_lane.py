@@ -82,6 +82,11 @@ class MultiAgentLane:
         """The run's vector step that the lane stands at, by which schedules go."""
         return self.first_step + self.vector_steps
 
+    @property
+    def where(self) -> str:
+        """The lane and its vector step, for errors."""
+        return f"lane {self.index}, vector step {self.vector_steps}"
+
     def reset(self, observed: Sequence[Observed], infos: Sequence[Infos]) -> None:
         """Take the first observations of every environment, part by part, and the infos by environment."""
         self._begin(observed, infos, range(self.num_envs))

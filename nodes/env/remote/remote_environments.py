@@ -45,7 +45,7 @@ class RemoteEnvironments(HostedNode):
         else:
             if lane.vector_steps in CHECKED_STEPS:
                 self._check(lane, observed, lane.vector_steps)
-            with noted(f"lane {lane.index}, vector step {lane.vector_steps}"):
+            with noted(lane.where):
                 self.kind.record(lane, self._step_in(answer, observed, infos))
             remote.made_step(self.fragment_length)
         remote.phase = LanePhase.READY

@@ -136,7 +136,7 @@ class AgentLink(LaneLink):
             try:
                 lane.record_step(self._block.step(infos, first_infos))
             except Exception as error:
-                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+                error.add_note(lane.where)
                 raise
         return self._taken()
 
