@@ -11,7 +11,6 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow.stream.graph.run": ("Run",),
         "rollflow.stream.graph.seeding": ("generator_for", "seed_for"),
         "rollflow.stream.multi_agent.agent_part": ("AgentPart",),
-        "rollflow.stream.multi_agent.whole_episodes": ("WholeEpisodes",),
     },
     "rollflow.nodes": {
         "rollflow.nodes.connectors.common.batches": (

@@ -1,8 +1,9 @@
 """A node that steps environments of tensors, whose lanes stay on their device if all pieces can work there."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -18,13 +19,6 @@ from rollflow.nodes.env.observation_check import ObservationCheck
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, EnvError, ModuleError, shown
 from rollflow.stream.data.tree import map_tree
-
-
-class TensorSteps(NamedTuple):
-    """Resets and steps of a `TorchEnvs` in tensors."""
-
-    reset: Callable[..., Any]
-    step: Callable[..., Any]
 
 
 class DeviceEnvironments(Environments):
@@ -85,7 +79,8 @@ class DeviceEnvironments(Environments):
                 raise EnvError(f"environments of lane {lane} are on {each.device}, expected {self.device} of lane 0")
         self._in_arrays = self._here
         self._in_tensors = [
-            TensorSteps(partial(self._reset, lane, each), each.step_tensors) for lane, each in enumerate(made)
+            SimpleNamespace(reset=partial(self._reset, lane, each), step=each.step_tensors)
+            for lane, each in enumerate(made)
         ]
         return made  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, RunError
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
-from rollflow.stream.fragments.lane import F, Lane, LaneColumns, LaneMemory
+from rollflow.stream.fragments.lane import F, Lane, LaneBlocks, LaneColumns
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 
@@ -211,7 +211,7 @@ class DeviceLane(Lane):
     def _of_each(self, number: int) -> Any:
         return torch.full((self.layout.num_slots,), number, device=self.device)
 
-    def _new_columns(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool) -> LaneColumns:
+    def _new_columns(self, layout: FragmentLayout, memory: LaneBlocks | None, *, is_shared: bool) -> LaneColumns:
         return DeviceColumns(layout, self.device)
 
     def _new_episodes(self, observations: Tree) -> LaneEpisodes:

@@ -14,7 +14,7 @@ from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import seeds_for, takes_one_seed
 from rollflow.stream.data.closing import close_all, closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, noted
-from rollflow.stream.fragments.lane import Lane, LaneMemory
+from rollflow.stream.fragments.lane import Lane, LaneBlocks
 from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.graph.seeding import seed_for
@@ -214,7 +214,7 @@ class LaneSource:
         each = zip(self.envs, self.first_slots(), strict=True)
         self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
 
-    def memory(self, index: int) -> LaneMemory | None:
+    def memory(self, index: int) -> LaneBlocks | None:
         """The memory of a lane's columns if its environments write to it themselves, else None."""
         return None
 
@@ -312,13 +312,21 @@ class LaneSource:
 
     def begin_lanes(self) -> Sequence[Any]:
         """Begin: the lanes, each of which is to be reset by `reset_lane`. Raises RunError a second time."""
-        self._begin()
+        if self.is_started:
+            raise RunError("these environments have been run before: a rollout runs once, make another one")
+        if self.is_closed:
+            raise RunError("these environments have been closed: make another rollout")
+        if not self.lanes:
+            self.make_lanes(self.lookback)
+        self.is_started = True
+        for lane in self.lanes:
+            lane.first_step = self._first_step
         return self.lanes
 
     def reset_lane(self, lane: Any) -> None:
         """Reset a lane's environments for the first time. In whichever thread."""
         place = lane.index - self._first_lane
-        seeds = self.seeds_of_slots(self.first_slots()[place], self.envs[place].num_envs)
+        seeds = self.seeds_of_lane(place, 0)
         with noted(f"lane {lane.index}, the first reset"):
             lane.reset(*self._here[place].reset(seeds))
 
@@ -438,17 +446,6 @@ class LaneSource:
     def _refuse_if_started(self, what: str) -> None:
         if self.is_started:
             raise RunError(f"these environments have been started: {what} stays as it is")
-
-    def _begin(self) -> None:
-        if self.is_started:
-            raise RunError("these environments have been run before: a rollout runs once, make another one")
-        if self.is_closed:
-            raise RunError("these environments have been closed: make another rollout")
-        if not self.lanes:
-            self.make_lanes(self.lookback)
-        self.is_started = True
-        for lane in self.lanes:
-            lane.first_step = self._first_step
 
 
 def check_apart(places: str, envs: Iterable[Any]) -> None:

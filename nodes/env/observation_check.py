@@ -6,7 +6,6 @@ What can be recorded is recorded as it is.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import optree
-from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 
@@ -22,7 +20,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError, shown
 from rollflow.stream.data.packing import pack, sendable
 from rollflow.stream.data.ranges import check_range
-from rollflow.stream.data.space import is_columnar, item_of, row_of, tree_of
+from rollflow.stream.data.space import Leaf, is_columnar, item_of, row_of, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, structure_of
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
@@ -90,16 +88,6 @@ class Deviations:
         return unsent
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One array of an observation: its dtype, and the least and the greatest value of each number."""
-
-    dtype: np.dtype[Any]
-    low: Any
-    high: Any
-    path: str = ""  # within the observation, such as ['camera'][0]
-
-
 class ObservationCheck:
     """The check of observations of one space.
 
@@ -112,11 +100,12 @@ class ObservationCheck:
 
     def __init__(self, space: gym.Space[Any], deviations: Deviations, where: str = "") -> None:
         self._deviations, self._where = deviations, where
-        tree: Any = tree_of(_limits, space) if is_columnar(space) else ()
+        tree: Any = tree_of(lambda part: part, space) if is_columnar(space) else ()
         self._structure = structure_of(tree)
         paths = [accessor.codify("") if len(accessor) else "" for accessor in self._structure.accessors()]
-        leaves: list[Any] = self._structure.flatten_up_to(tree)
-        self._leaves: list[_Leaf] = [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)]
+        parts: list[Any] = self._structure.flatten_up_to(tree)
+        # The path is that within the observation, such as ['camera'][0].
+        self._leaves = [Leaf(path, (), part) for path, part in zip(paths, parts, strict=True)]
 
     def slots(self, observations: Tree, step: int | None = None, slots: Any = (), *, dtypes: bool = True) -> None:
         """Check the first observations of a lane, or those of a vector step, counted from 0: a tree any[N, ...].
@@ -163,39 +152,40 @@ class ObservationCheck:
             leaves = self._structure.flatten_up_to(tree)
         except ValueError:  # another structure
             return
-        for limits, leaf in zip(self._leaves, leaves, strict=True):
+        for part, leaf in zip(self._leaves, leaves, strict=True):
             try:
                 value = np.asarray(leaf)
             except (TypeError, ValueError, RuntimeError):  # lists of different lengths, tensors of some devices
                 continue
             if dtypes and (is_one or len(value)) and hasattr(leaf, "dtype"):
-                self._check_dtype(limits, value.dtype, whose)
-            self._check_bounds(limits, value[None] if is_one else value, whose)
+                self._check_dtype(part, value.dtype, whose)
+            self._check_bounds(part, value[None] if is_one else value, whose)
 
-    def _check_dtype(self, limits: _Leaf, dtype: np.dtype[Any], whose: Callable[[int], str]) -> None:
+    def _check_dtype(self, part: Leaf, dtype: np.dtype[Any], whose: Callable[[int], str]) -> None:
         """Check the dtype of an array or tensor; numbers and lists of Python's have none."""
-        if dtype is limits.dtype or self._deviations.has("dtype"):
+        if dtype is part.dtype or self._deviations.has("dtype"):
             return
-        if not np.can_cast(dtype, limits.dtype, "safe") and np.can_cast(dtype, limits.dtype, "same_kind"):
+        if not np.can_cast(dtype, part.dtype, "safe") and np.can_cast(dtype, part.dtype, "same_kind"):
             self._deviations.add(
                 "dtype",
-                f"{whose(0)}: observation{limits.path} is {dtype}, expected {limits.dtype} as in its space: it is "
+                f"{whose(0)}: observation{part.path} is {dtype}, expected {part.dtype} as in its space: it is "
                 "cast, which may change it",
             )
 
-    def _check_bounds(self, limits: _Leaf, value: NDArray[Any], whose: Callable[[int], str]) -> None:
+    def _check_bounds(self, part: Leaf, value: NDArray[Any], whose: Callable[[int], str]) -> None:
         if self._deviations.has("bounds") or value.dtype.kind not in "biuf":
             return
-        if value.shape[1:] != np.shape(limits.low):
+        limits = part.limits()
+        if value.shape[1:] != np.shape(limits[0]):
             return  # refused where it is written
         if value.dtype.kind == "f":
-            value = value.astype(limits.dtype, copy=False)  # as it is recorded
-        is_inside = (value >= limits.low) & (value <= limits.high)  # NaN is not
+            value = value.astype(part.dtype, copy=False)  # as it is recorded
+        is_inside = (value >= limits[0]) & (value <= limits[1])  # NaN is not
         if is_inside.all():
             return
         place, *index = np.argwhere(~is_inside)[0].tolist()
-        low, high = (np.asarray(limit)[tuple(index)] for limit in (limits.low, limits.high))
-        where = f"{limits.path}{index if index else ''}"
+        low, high = (np.asarray(limit)[tuple(index)] for limit in limits)
+        where = f"{part.path}{index if index else ''}"
         self._deviations.add(
             "bounds",
             f"{whose(place)}: observation{where} is {value[(place, *index)]}, expected {low} to {high}: it is outside "
@@ -207,18 +197,6 @@ def checks_of(parts: Sequence[AgentPart], deviations: Deviations | None) -> list
     """The checks of agents' observations, part by part; None: deviations are collected for these alone."""
     deviations = deviations or Deviations()
     return [ObservationCheck(part.observation_space, deviations) for part in parts]
-
-
-def _limits(space: gym.Space[Any]) -> _Leaf:
-    dtype = np.dtype(space.dtype)
-    if isinstance(space, spaces.Box):
-        return _Leaf(dtype, space.low, space.high)
-    if isinstance(space, spaces.Discrete):
-        return _Leaf(dtype, space.start, space.start + space.n - 1)
-    if isinstance(space, spaces.MultiDiscrete):
-        return _Leaf(dtype, space.start, space.start + space.nvec - 1)
-    shape = space.shape or ()
-    return _Leaf(dtype, np.zeros(shape, dtype), np.ones(shape, dtype))
 
 
 def refuse_misfit(env: VectorEnv[Any, Any, Any], error: Exception) -> None:

@@ -109,7 +109,7 @@ class LaneRollout:
         if plan.is_shared:
             environments.share()
         environments.begin_at(plan.first_step)
-        acting.set_spaces(environments)
+        environments.set_chosen_spaces(acting.chosen_spaces())
         acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
         [self.lane] = environments.lanes
         self._where = f"lane {self.lane.index}, " if has_one else ""

@@ -255,7 +255,7 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
-        self._begin()
+        self.begin_lanes()
         self.lanes = [self._lane(link.index, env, 0) for link, env in zip(self.remotes, self.envs, strict=True)]
         for link, lane in zip(self.remotes, self.lanes, strict=True):
             link.lane = lane

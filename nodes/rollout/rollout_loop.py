@@ -64,7 +64,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         with closing_on_error(self.environments.close):
             self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options.watch)
             acts: Any = self._make_acting(options)
-            acts.set_spaces(self.environments)
+            self.environments.set_chosen_spaces(acts.chosen_spaces())
             self._acting, self.module = acts, acts.module
             for pipeline in acts.pipelines:
                 pipeline.refuse_edits_while_run_by(self)

@@ -117,9 +117,9 @@ class Acting:
             self.begin_lane(lane, seed)
             lane.fragment.sequence = sequence
 
-    def set_spaces(self, environments: Any) -> None:
-        """Have environments record actions in the space of what the module chooses. Before their lanes are made."""
-        environments.set_chosen_spaces([self.spaces[1]])
+    def chosen_spaces(self) -> list[gym.Space[Any] | None]:
+        """The space that the module chooses in."""
+        return [self.spaces[1]]
 
     def stages(self, environments: Any, how: Mapping[str, Any], metrics: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
         """The stages before the forward pass, of it, and behind it.

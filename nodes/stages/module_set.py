@@ -203,10 +203,6 @@ class AgentsActing:
             for part in lane.parts:
                 part.fragment.sequence = sequence
 
-    def set_spaces(self, environments: Any) -> None:
-        """Have environments record actions in the spaces of what modules choose. Before their lanes are made."""
-        environments.set_chosen_spaces(self.chosen_spaces())
-
     def stages(self, environments: Any, how: Mapping[str, Any], metrics: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
         """The stages before the forward passes, of them, and behind them."""
         return (

@@ -85,18 +85,20 @@ class Leaf:
             return [self.path]
         return [f"{self.path}[{place}]" for place in range(self.size)] if len(self.shape) == 1 else []
 
-    def bounds(self) -> NDArray[np.float64]:
-        """Lowest and highest value of each number, f64[2, size]."""
+    def limits(self) -> tuple[Any, Any]:
+        """Lowest and highest value of each number, any[...], in the dtype of the space."""
         space: Any = self.space
         if isinstance(space, spaces.Box):
-            ends = [np.asarray(space.low), np.asarray(space.high)]
-        elif isinstance(space, spaces.Discrete):
-            ends = [np.array([space.start]), np.array([space.start + space.n - 1])]
-        elif isinstance(space, spaces.MultiDiscrete):
-            ends = [np.asarray(space.start), np.asarray(space.start + space.nvec - 1)]
-        else:
-            ends = [np.zeros(self.shape), np.ones(self.shape)]
-        return np.stack([end.astype(np.float64).reshape(-1) for end in ends])
+            return space.low, space.high
+        if isinstance(space, spaces.Discrete):
+            return space.start, space.start + space.n - 1
+        if isinstance(space, spaces.MultiDiscrete):
+            return space.start, space.start + space.nvec - 1
+        return np.zeros(self.shape, self.dtype), np.ones(self.shape, self.dtype)
+
+    def bounds(self) -> NDArray[np.float64]:
+        """Lowest and highest value of each number, f64[2, size]."""
+        return np.stack([np.asarray(end, np.float64).reshape(-1) for end in self.limits()])
 
     def found(self, items: Tree) -> Any:
         """The leaf in items of the whole space, any[..., *shape]."""

@@ -141,6 +141,7 @@ class Fragment:
     """
 
     origin: Origin | None = None  # which counts lost transitions; set at the cut
+    envs: NDArray[np.int64] | None = None  # i64[C]: of whole episodes, the lane's slots that they are from
     device: Any = None  # of the columns' tensors; None: they are arrays
 
     def __init__(
@@ -427,7 +428,7 @@ class Fragment:
 
         slot, number    of a chunk, or of several, as in `chunks`
         """
-        return slot
+        return slot if self.envs is None else self.envs[number]
 
     def times_of(self, index: int) -> NDArray[np.int64]:
         """i64[n + 1]: steps of the environment at the observations of chunk number `index`, counted from any one on."""
@@ -520,12 +521,17 @@ class Fragment:
         self.seal(int(stops.max()) - self.first_row)
 
     def describe(self) -> str:
-        """A text of the fragment's lane and steps, for errors."""
+        """A text of the fragment's lane and contents, for errors."""
+        if self.envs is not None:
+            return f"lane {self.lane}, {len(self.envs)} whole episodes, ended in fragment {self.sequence}"
         first = self.sequence * self.layout.num_rows
         steps = f"vector steps {first} to {first + self.num_rows}" if self.is_even else f"fragment {self.sequence}"
         return f"lane {self.lane}, {steps}"
 
     def __repr__(self) -> str:
+        if self.envs is not None:
+            held = f"{len(self.envs)} episodes, {self.num_rows} steps"
+            return f"<WholeEpisodes {self.sequence} of lane {self.lane}: {held}>"
         slots = self.layout.num_slots
         size = f"{self.num_rows} vector steps × {slots} slot{'s' if slots != 1 else ''}"
         return f"<Fragment {self.sequence} of lane {self.lane}: {size}>"

@@ -15,7 +15,7 @@ environment, or the piece before it, gave, in that one's own type.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -35,16 +35,28 @@ F = TypeVar("F", bound=Fragment)
 _BOOL = np.dtype(np.bool_)
 
 
-class LaneMemory(Protocol):
-    """Memory for columns of a lane that another process writes to."""
+class LaneBlocks:
+    """Memory for columns of a lane that another process writes to.
+
+    names    of the columns; without `actions` the environments get `actions_for_env` alone
+    """
+
+    def __init__(self, layout: BlockLayout, names: Sequence[str]) -> None:
+        self.names = names
+        self.pool = BlockPool(layout.size, SharedBlock)
+        self.index = -1
+        self.columns: dict[str, Column] = {}
+        self._layout = layout
 
     def next_columns(self) -> dict[str, Column]:
-        """New columns for a fragment; the contents are undefined."""
-        ...
+        """Columns in a block of their own, which becomes the current one; the contents are undefined."""
+        self.index, block = self.pool.take()
+        self.columns = self._layout.columns(block)
+        return {name: self.columns[name] for name in self.names}
 
     def observations(self, row: int) -> Tree:
-        """The observations written for a row, as the environment gave them: a tree of arrays `any[N, ...]`."""
-        ...
+        """Observations that the environments wrote for a row of the current block, a tree of arrays any[N, ...]."""
+        return self.columns[Columns.OBS].row(row)
 
 
 class LaneColumns:
@@ -54,7 +66,7 @@ class LaneColumns:
     is_shared    whether columns of all fragments but the first lie in shared memory
     """
 
-    def __init__(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool = False) -> None:
+    def __init__(self, layout: FragmentLayout, memory: LaneBlocks | None, *, is_shared: bool = False) -> None:
         self._layout = layout
         self._memory = memory
         self._is_shared = is_shared
@@ -119,6 +131,12 @@ class LaneColumns:
         """Observations any[count, ...] as a column for a space takes them; None if it does not."""
         column = self.type_of(space)
         return None if column is None else column.fitting(observations, count)
+
+    def cast(self, space: gym.Space[Any], observations: Tree, count: int) -> Tree:
+        """Observations any[count, ...] that fit a space, in its dtypes."""
+        column = self.type_of(space)
+        assert column is not None
+        return column.cast(observations, count)
 
     def extra(self, name: str, values: Tree) -> Column:
         """A new column for an output with `values`, a tree of arrays `any[N, ...]`. Raises ColumnError for others."""
@@ -308,9 +326,7 @@ class SlotLane:
         fitting       the observations as a column for the space takes them, any[K, ...]
         is_written    whether the piece with this space has written them
         """
-        column = self.columns.type_of(space)
-        assert column is not None
-        shown.show(column.cast(fitting, len(shown)), is_settled=False, dtypes_of=space)
+        shown.show(self.columns.cast(space, fitting, len(shown)), is_settled=False, dtypes_of=space)
 
     def try_record(self, slot: int, observation: Tree) -> bool:
         """Record an observation, any[...], in the place of a newest one that is settled; False: it can't be."""
@@ -395,13 +411,16 @@ class SlotLane:
 
         Those that have a step in this fragment end as truncated. Returns these, i64[C], and their last steps' rows.
         """
-        rows, fragment = np.broadcast_to(self.rows_of(slots), slots.shape), self.fragment
+        at, fragment = self.rows_of(slots), self.fragment
+        rows = np.broadcast_to(at, slots.shape)
         has_step = np.maximum(self.episode_start[slots], fragment.first_row) < rows
         cut, ends = slots[has_step], rows[has_step] - 1
         fragment.columns[Columns.TRUNCATEDS].tree[ends, cut] = True
         # The first observations and infos of the next episodes will overwrite these.
-        infos = SlotInfos(count=self.layout.num_slots)
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+        infos: Any = SlotInfos(count=self.layout.num_slots)
+        if isinstance(at, int):
+            infos, fragment.infos[at] = fragment.infos[at], infos
+        for slot, row in () if isinstance(at, int) else zip(slots.tolist(), rows.tolist(), strict=True):
             there = fragment.infos[row]
             if isinstance(there, SlotInfos) and slot in there.of_slots:
                 infos.of_slots[slot] = there.of_slots.pop(slot)
@@ -469,7 +488,7 @@ class Lane(SlotLane):
         index: int,
         layout: FragmentLayout,
         observation_space: gym.Space[Any],
-        memory: LaneMemory | None = None,
+        memory: LaneBlocks | None = None,
         *,
         is_shared: bool = False,
     ) -> None:
@@ -491,7 +510,7 @@ class Lane(SlotLane):
         self.is_set_aside = self.has_stopped = False
         self.episodes = self._new_episodes(None)
 
-    def _new_columns(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool) -> LaneColumns:
+    def _new_columns(self, layout: FragmentLayout, memory: LaneBlocks | None, *, is_shared: bool) -> LaneColumns:
         """What makes the columns of this lane's fragments."""
         return LaneColumns(layout, memory, is_shared=is_shared)
 
@@ -613,24 +632,19 @@ class Lane(SlotLane):
         `custom_data["lost"]`. `fragment.losses` gets an entry. New episodes begin in the current row, whose
         observations come by `reset`. Returns the number of transitions under way.
         """
-        row, fragment, slots = self.row, self.fragment, np.arange(self.layout.num_slots)
-        dead = np.zeros(len(slots), np.bool_) if self._dead is None else self._dead
-        cut = np.flatnonzero(~dead & (self.episode_start < row)) if row > self.layout.lookback else slots[:0]
-        fragment.columns[Columns.TRUNCATEDS].tree[row - 1, cut] = True
-        # The first observations of the new episodes will overwrite these.
-        left = np.flatnonzero(dead | np.isin(slots, cut)) if row > self.layout.lookback else cut
-        if len(left):
-            last = map_tree(lambda leaf: leaf[row, left].copy(), self._column.tree)
-            fragment.finals.append(Final(row - 1, left, last, fragment.infos[row]))
-        for slot in cut.tolist():
-            key = slot, int(self.episode_number[slot])
-            self.custom_data.setdefault(key, {})["lost"] = reason
-        fragment.losses.append(Loss(row, slots, cut, reason))
+        row, fragment, dead = self.row, self.fragment, self._dead
+        under_way = self.steps_under_way if is_under_way else 0
+        if dead is not None:
+            slots = dead.nonzero()[0]
+            if row > fragment.first_row:  # the first observations of the new episodes will overwrite the last ones
+                last = self._column.items(row, slots)
+                fragment.finals.append(Final(row - 1, slots, last, fragment.infos[row]))
+            self._begin_episodes(slots, row)  # which are lost before their first step
+            self._dead = None
+        self._end_lost(self.everyone, reason)
         self._column.views = None  # of a row that is shown again
-        self._begin_episodes(slots, row)
-        self.episode_number[dead] += 1  # of the episode that was about to begin
-        self._dead = None
-        return len(slots) - int(np.count_nonzero(dead)) if is_under_way else 0
+        self._begin_episodes(self.everyone, row)
+        return under_way
 
     def _ends(self, row: int) -> NDArray[np.bool_] | None:
         """bool[N]: the slots whose episodes end in a row; None: no slot's does."""
@@ -772,9 +786,8 @@ class Lane(SlotLane):
             write_row(columns, row, {Columns.OBS: observations})
             self.episodes.show_row(columns[Columns.OBS], row)
         else:
-            given = self.columns.type_of(self.observation_spaces[0])
-            assert given is not None
-            self.episodes.show(given.cast(observations, self.layout.num_slots), is_settled=False)
+            given = self.columns.cast(self.observation_spaces[0], observations, self.layout.num_slots)
+            self.episodes.show(given, is_settled=False)
 
     def _write(self, column: Column, slots: NDArray[np.int64], values: Tree) -> None:
         """Write the current row of the `obs` column."""

@@ -266,9 +266,7 @@ class ReadyLane(Lane):
         if is_settled:
             observations = self._put(self._turn, {Columns.OBS: observations})
         else:
-            given = self.columns.type_of(self.observation_spaces[0])
-            assert given is not None
-            observations = given.cast(observations, len(slots))
+            observations = self.columns.cast(self.observation_spaces[0], observations, len(slots))
         if self._finals:
             ended, last = joined_answers(self._finals, self.layout.num_slots)
             before, infos = (self.episode_start.copy(), self.episode_number.copy()), self._final_infos

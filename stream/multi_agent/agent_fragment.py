@@ -128,12 +128,11 @@ class AgentFragment(Fragment):
                      environment's episode, in the order of time. Those of agents that still had none at the beginning
                      of the fragment are there from the episode's beginning on
         env_clock    begins and ends of the episodes of the environments
+        envs         i64[N]: of whole episodes, numbers in the lane of their environments
         outputs      module id -> extra outputs, name -> column: the outputs that all modules with the id have
                      alike. Columns of other modules have zeros in its rows. An output with another type than
                      one of the same name has a column of its own; `of_module` shows it under its name
     """
-
-    envs: NDArray[np.int64] | None = None  # i64[N]: of whole episodes, numbers in the lane of their environments
 
     def __init__(
         self,
@@ -176,11 +175,6 @@ class AgentFragment(Fragment):
         """The numbers in the lane of the environments that chunks are from: an int or i64[C], as `slot` is."""
         env = slot // len(self.part.agents)
         return env if self.envs is None else self.envs[env]
-
-    def describe(self) -> str:
-        if self.envs is None:
-            return super().describe()
-        return f"lane {self.lane}, {len(self.envs)} whole episodes, ended in fragment {self.sequence}"
 
     def chunk(self, index: int) -> SingleAgentEpisode:
         """Chunk number `index` of `chunks`, as an episode with the ids of its agent, module and multi-agent episode."""

@@ -87,8 +87,11 @@ class EpisodeCollector:
         ended = [episode for episode in ended if episode.num_steps]
         if not ended:
             return None
-        whole = _agents_whole if isinstance(fragment, MultiAgentFragment) else WholeEpisodes
-        return whole(fragment, ended)  # type: ignore[arg-type]
+        make: Any = _agents_whole if isinstance(fragment, MultiAgentFragment) else _one_agent_whole
+        whole: AnyFragment = make(fragment, ended)
+        if fragment.origin is not None:  # the collector counts what is lost of them
+            whole.origin = Origin(fragment.origin.ledger, 0, fragment.origin.name)
+        return whole
 
 
 def _env_chunks(fragment: AnyFragment) -> Iterator[EnvChunk]:
@@ -251,40 +254,27 @@ class AgentSteps:
         whole.custom_data[slot, number] = self.custom_data
 
 
-class WholeEpisodes(Fragment):
+def _one_agent_whole(last: Fragment, episodes: Sequence[OpenEpisode]) -> Fragment:
     """Whole episodes as a fragment of one slot, end to end, without lookback: each episode is one chunk.
 
     Columns are those of a `Fragment`, `any[T, 1, ...]`, T being the sum of the episodes' lengths. `lane` and `sequence`
     are those of the fragment in which the episodes ended.
     """
-
-    def __init__(self, last: Fragment, episodes: Sequence[OpenEpisode]) -> None:
-        agents = [agent for episode in episodes for agent in episode.agents.values()]
-        stops = np.cumsum([agent.num_steps for agent in agents]).tolist()
-        columns = {name: _empty(name, column.row(0), stops[-1], 1) for name, column in last.columns.items()}
-        ids = [agent.id_ for agent in agents]
-        layout = FragmentLayout(1, stops[-1], 0, last.layout.action_space, False, partial(_id_at, ids, by_number=True))
-        super().__init__(layout, last.lane, last.sequence, columns)
-        self.observation_space, self.origin = last.observation_space, _whole_origin(last.origin)
-        self.infos = [SlotInfos(count=1) for _ in self.infos]
-        for number, (agent, stop) in enumerate(zip(agents, stops, strict=True)):
-            agent.write(self, stop - agent.num_steps, 0, number, {name: name for name in columns})
-            observation = map_tree(lambda leaf: np.asarray(leaf)[None], agent.last_observation)
-            self.finals.append(Final(stop - 1, np.zeros(1, np.int64), observation, SlotInfos([agent.last_info])))
-        self._env_slots = np.array([agent.slot for agent in agents], np.int64)
-        self.seal(stops[-1])
-
-    def env_slots(self, slot: Any, number: Any) -> Any:
-        """The lane's slots that chunks are from: an int or i64[C], as `number` is."""
-        return self._env_slots[number]
-
-    def describe(self) -> str:
-        """A text of the contents, for errors."""
-        return f"lane {self.lane}, {len(self._env_slots)} whole episodes, ended in fragment {self.sequence}"
-
-    def __repr__(self) -> str:
-        held = f"{len(self._env_slots)} episodes, {self.num_rows} steps"
-        return f"<WholeEpisodes {self.sequence} of lane {self.lane}: {held}>"
+    agents = [agent for episode in episodes for agent in episode.agents.values()]
+    stops = np.cumsum([agent.num_steps for agent in agents]).tolist()
+    columns = {name: _empty(name, column.row(0), stops[-1], 1) for name, column in last.columns.items()}
+    ids = [agent.id_ for agent in agents]
+    layout = FragmentLayout(1, stops[-1], 0, last.layout.action_space, False, partial(_id_at, ids, by_number=True))
+    whole = Fragment(layout, last.lane, last.sequence, columns)
+    whole.observation_space = last.observation_space
+    whole.envs = np.array([agent.slot for agent in agents], np.int64)
+    whole.infos = [SlotInfos(count=1) for _ in whole.infos]
+    for number, (agent, stop) in enumerate(zip(agents, stops, strict=True)):
+        agent.write(whole, stop - agent.num_steps, 0, number, {name: name for name in columns})
+        observation = map_tree(lambda leaf: np.asarray(leaf)[None], agent.last_observation)
+        whole.finals.append(Final(stop - 1, np.zeros(1, np.int64), observation, SlotInfos([agent.last_info])))
+    whole.seal(stops[-1])
+    return whole
 
 
 def _agents_whole(last: MultiAgentFragment, episodes: Sequence[OpenEpisode]) -> MultiAgentFragment:
@@ -297,7 +287,7 @@ def _agents_whole(last: MultiAgentFragment, episodes: Sequence[OpenEpisode]) -> 
     ends = sorted((each.stop - each.started, env, each.is_truncated, False) for env, each in enumerate(episodes))
     clock = EnvClock(0, none, none, partial(_id_at, ids), ends)
     envs = np.array([episode.env for episode in episodes], np.int64)
-    whole = MultiAgentFragment(
+    return MultiAgentFragment(
         last.lane,
         last.sequence,
         [_whole_part(index, part, episodes, clock, envs) for index, part in enumerate(last.parts)],
@@ -306,8 +296,6 @@ def _agents_whole(last: MultiAgentFragment, episodes: Sequence[OpenEpisode]) -> 
         custom_data={(env, 0): episode.custom_data for env, episode in enumerate(episodes)},
         envs=envs,
     )
-    whole.origin = _whole_origin(last.origin)
-    return whole
 
 
 def _whole_part(
@@ -369,11 +357,6 @@ def _empty(name: str, row: Tree, num_rows: int, num_slots: int) -> Column:
 
 def _put(column: Column, rows: Any, slot: int, values: Tree) -> None:
     map_tree(lambda leaf, value: leaf.__setitem__((rows, slot), value), column.tree, values)
-
-
-def _whole_origin(origin: Origin | None) -> Origin | None:
-    """The origin of whole episodes: the collector counts what is lost of them."""
-    return None if origin is None else Origin(origin.ledger, 0, origin.name)
 
 
 def _id_at(ids: Sequence[str], slot: int, number: int, *, by_number: bool = False) -> str:

@@ -140,7 +140,7 @@ class HostedNode(LanesElsewhere):
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time. Raises RunError a second time."""
-        self._begin()
+        self.begin_lanes()
         for index, (env, first_slot) in enumerate(zip(self.envs, self.first_slots(), strict=True)):
             self._new_lane(index, env, first_slot, self.gateway.host_of(index))
         for remote in self.remotes:

@@ -7,38 +7,11 @@ from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, lane_block
 from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
-from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
-from rollflow.stream.data.column import Column
+from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.fragments.lane import Lane, LaneMemory
-
-
-class LaneBlocks:
-    """A `LaneMemory` that a worker process writes to as well.
-
-    has_actions    whether `actions` are recorded there, in the environments' space; else they are recorded elsewhere,
-                   and the environments get `actions_for_env` alone
-    """
-
-    def __init__(self, layout: BlockLayout, *, has_actions: bool = True) -> None:
-        self.has_actions = has_actions
-        self.pool = BlockPool(layout.size, SharedBlock)
-        self.index = -1
-        self.columns: dict[str, Column] = {}
-        self._layout = layout
-
-    def next_columns(self) -> dict[str, Column]:
-        """Columns in a block of their own, which becomes the current one."""
-        self.index, block = self.pool.take()
-        self.columns = self._layout.columns(block)
-        names = (name for name in SHARED_COLUMNS if self.has_actions or name != Columns.ACTIONS)
-        return {name: self.columns[name] for name in names}
-
-    def observations(self, row: int) -> Tree:
-        """Observations that the environments wrote for a row of the current block, a tree of arrays any[N, ...]."""
-        return self.columns[Columns.OBS].row(row)
+from rollflow.stream.fragments.lane import Lane, LaneBlocks
 
 
 class EnvLink(LaneLink):
@@ -59,7 +32,7 @@ class EnvLink(LaneLink):
         """Have the environments stepped with the lane's actions."""
         lane, blocks = self._laid_out()
         kind = FrameKind.STEP
-        if Columns.ACTIONS_FOR_ENV in lane.batch or not blocks.has_actions:
+        if Columns.ACTIONS_FOR_ENV in lane.batch or Columns.ACTIONS not in blocks.names:
             kind = FrameKind.STEP_FOR_ENV
             blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, lane.actions)
         self._send_blocks(blocks)
@@ -81,7 +54,7 @@ class EnvLink(LaneLink):
 
     def _laid_out(self) -> tuple[Lane, LaneBlocks]:
         lane: Lane = self.lane
-        assert isinstance(lane.memory, LaneBlocks)
+        assert lane.memory is not None
         return lane, lane.memory
 
     def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> Tree:
@@ -156,13 +129,14 @@ class ProcessEnvironments(WorkerNode):
 
     def _release_lanes(self) -> None:
         for lane in self.lanes:
-            if isinstance(lane, Lane) and isinstance(lane.memory, LaneBlocks):
+            if isinstance(lane, Lane) and lane.memory is not None:
                 lane.memory.pool.close()
         super()._release_lanes()
 
-    def memory(self, index: int) -> LaneMemory | None:
+    def memory(self, index: int) -> LaneBlocks | None:
         """Blocks that a lane's worker writes to as well."""
         spaces = self.observation_space, self.action_space
         slots = self.envs[index].num_envs
         block = lane_block(*spaces, slots, self.fragment_length, self.lookback)
-        return LaneBlocks(block, has_actions=self.chosen_space == self.action_space)
+        has_actions = self.chosen_space == self.action_space
+        return LaneBlocks(block, [name for name in SHARED_COLUMNS if has_actions or name != Columns.ACTIONS])
