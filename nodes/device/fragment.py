@@ -114,10 +114,6 @@ class DeviceFragment(Fragment):
         return self.outline.chunks
 
     @property
-    def row_order(self) -> None:
-        """None: no row is dead."""
-
-    @property
     def num_steps(self) -> int:
         return self.num_rows * self.layout.num_slots
 

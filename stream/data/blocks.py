@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.system import system_module
@@ -26,6 +27,7 @@ fcntl = system_module("fcntl")
 
 _ALIGNMENT = 64  # bytes: a cache line, and what torch's fastest kernels want
 _LEAST = 1 << 12  # bytes of a block for copies
+_LEAST_SPARE, _MOST_SPARE, _MOST_KEPT = 1 << 16, 1 << 22, 1 << 25  # bytes of an array, and of all that is kept
 _SPARE_FDS = 256  # descriptors left for other uses before the next block is made
 
 
@@ -155,10 +157,50 @@ class BlockPool(Generic[B]):
         weakref.finalize(array, self._free.append, index).atexit = False
         return index, array
 
+    @property
+    def has_free(self) -> bool:
+        """True if a block is free: the next one that is taken is no new one."""
+        return bool(self._free)
+
     def close(self) -> None:
         """Close the descriptors of all blocks."""
         for block in self.blocks:
             block.close()
+
+
+class SpareMemory:
+    """Memory of arrays of middling sizes, which is used again once nothing refers to them: fresh memory costs more.
+
+    The system gives fresh memory page by page, as it is first written, and takes more time for that than to write it.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[int, BlockPool[PrivateBlock]] = {}
+        self._kept = 0  # bytes of all blocks
+        self._lock = threading.Lock()  # several sinks may gather from one lane's fragments, each in its thread
+
+    def __reduce__(self) -> Any:
+        return SpareMemory, ()
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """A new array `dtype[shape]`; the contents are undefined."""
+        count = math.prod(shape) * np.dtype(dtype).itemsize
+        if not _LEAST_SPARE <= count <= _MOST_SPARE:
+            return np.empty(shape, dtype)
+        size = 1 << (count - 1).bit_length()
+        with self._lock:
+            pool = self._pools.setdefault(size, BlockPool(size, PrivateBlock))
+            if not pool.has_free:
+                if self._kept + size > _MOST_KEPT:
+                    return np.empty(shape, dtype)
+                self._kept += size
+            block = pool.take()[1]
+        return block[:count].view(dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Keep no memory any longer."""
+        with self._lock:
+            self._pools, self._kept = {}, 0
 
 
 class ArrayPlaces:

@@ -14,6 +14,7 @@ an end only resets: it is *dead*, no transition.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.blocks import SpareMemory
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -43,6 +45,7 @@ class FragmentLayout:
     action_space: gym.Space[Any]
     resets_next_step: bool  # a dead row follows each episode's end
     episode_id: Callable[[int, int], str]  # (slot, how many episodes the slot had before) -> id
+    spare: SpareMemory = field(default_factory=SpareMemory, repr=False, compare=False)  # of what is gathered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +128,9 @@ class NoFragment:
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 _NO_ROWS = np.empty(0, np.int64)
+_NUMBERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # by their bytes
+# Rows that are turned to slots at a time: numpy takes twice the time for all at once, as a cache holds too few of them.
+_BLOCK = 16
 
 
 class Fragment:
@@ -260,11 +266,27 @@ class Fragment:
 
     def in_chunk_order(self, rows: NDArray[Any]) -> NDArray[Any]:
         """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new array any[num_steps, ...]."""
-        order, shape = self.row_order, (rows.shape[0] * rows.shape[1], *rows.shape[2:])  # a size may be 0: no -1
-        if order is None:
-            return np.array(rows.swapaxes(0, 1), order="C").reshape(shape)
+        (are_whole, places), (num_rows, num_slots, *shape) = self.row_order, rows.shape
+        spare = self.layout.spare
+        nbytes = rows.itemsize * math.prod(shape)
+        is_all = are_whole and len(places) == num_slots
+        if are_whole and nbytes in _NUMBERS and rows.flags.c_contiguous and not (is_all and num_slots < 32):
+            numbers: Any = rows.reshape(num_rows, num_slots, math.prod(shape)).view(_NUMBERS[nbytes])[..., 0]
+            turned = spare.empty((len(places), num_rows), numbers.dtype)
+            for row in range(0, num_rows, _BLOCK):
+                block = numbers[row : row + _BLOCK]
+                turned[:, row : row + _BLOCK] = (block if is_all else block.take(places, axis=1)).swapaxes(0, 1)
+            return turned.view(rows.dtype).reshape(len(places) * num_rows, *shape)
+        if is_all:
+            slot_major = rows.swapaxes(0, 1)
+            made = spare.empty(slot_major.shape, rows.dtype)
+            made[:] = slot_major
+            return made.reshape(num_rows * num_slots, *shape)  # a size may be 0: no -1
+        if are_whole:
+            places = (places[:, None] + np.arange(num_rows) * num_slots).reshape(-1)
+        made = spare.empty((len(places), *shape), rows.dtype)
         # All indices are valid; the mode "raise" would check each of them first.
-        return rows.reshape(shape).take(order, axis=0, mode="clip")
+        return rows.reshape(num_rows * num_slots, *shape).take(places, axis=0, out=made, mode="clip")
 
     def chunk_sums(self, name: str) -> NDArray[np.float64]:
         """f64[C]: the sum of a column's numbers over each chunk."""
@@ -399,19 +421,22 @@ class Fragment:
         )
 
     @cached_property
-    def row_order(self) -> NDArray[np.int64] | None:
-        """i64[num_steps]: `time * N + slot` of each transition, chunk by chunk; None if no row is dead."""
+    def row_order(self) -> tuple[bool, NDArray[np.int64]]:
+        """True and the slots of the chunks, i64[K], if all of their rows are transitions.
+
+        Else False and `time * N + slot` of each transition, i64[num_steps], chunk by chunk.
+        """
         chunks, slots = self.chunks, self.layout.num_slots
         lengths = chunks.stop - chunks.start
-        total = int(lengths.sum())
-        if total == self.num_rows * slots:
-            return None
+        total, own = int(lengths.sum()), chunks.slot[np.diff(chunks.slot, prepend=-1) > 0]
+        if total == self.num_rows * len(own):
+            return True, own
         begin = (chunks.start - self.first_row) * slots + chunks.slot
         before = np.zeros_like(begin)
         before[1:] = (begin + (lengths - 1) * slots)[:-1]  # last transition of the chunk before
         order = np.full(total, slots)  # distance to the transition before: one row within a chunk
         order[np.cumsum(lengths) - lengths] = begin - before
-        return np.cumsum(order, out=order)
+        return False, np.cumsum(order, out=order)
 
     def last_of(self, stop: int, slot: int) -> tuple[Tree, Mapping[str, Any]]:
         """The observation after a chunk's last step, a tree of arrays `any[...]`, and the vector infos with it.

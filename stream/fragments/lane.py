@@ -341,6 +341,7 @@ class SlotLane:
     def release(self) -> None:
         """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
         self.fragment.columns.clear()
+        self.layout.spare.clear()
         self.columns, self.ended = LaneColumns(self.layout, None), None
         self._live.clear()
 
