@@ -254,17 +254,19 @@ class ModuleToAgents:
         """Slots i64[K] and actions `any[K, ...]` of all agents that are to act, part by part; None for slots: all."""
         of_parts = []
         for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
-            turns = [turn for turn in lane.turns if turn.part is part]
-            for turn in turns:
-                context = turn.acting.module, turn.acting.explore, self._metrics
-                act(pipeline, (), part.part.action_space, context, turn)
-            has_made_others = any(Columns.ACTIONS_FOR_ENV in turn.batch for turn in turns)
-            of_parts.append(_joined(part, turns) if has_made_others else part.recorded_actions())
+            has_made_others = False
+            for turn in lane.turns:
+                if turn.part is part:
+                    context = turn.acting.module, turn.acting.explore, self._metrics
+                    act(pipeline, (), part.part.action_space, context, turn)
+                    has_made_others = has_made_others or Columns.ACTIONS_FOR_ENV in turn.batch
+            of_parts.append(_joined(part, lane.turns) if has_made_others else part.recorded_actions())
         return of_parts
 
 
 def _joined(part: AgentLane, turns: Sequence[ModuleTurn]) -> tuple[Slots | None, Tree]:
-    """Actions for the environments, in the slots' order."""
+    """Actions of a part's agents for the environments, in the slots' order."""
+    turns = [turn for turn in turns if turn.part is part]
     slots = np.concatenate([turn.slots for turn in turns])
     order = np.argsort(slots, kind="stable")
     actions = map_tree(lambda leaf: leaf[order], concatenate_trees([turn.actions for turn in turns]))

@@ -128,9 +128,7 @@ class NoFragment:
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 _NO_ROWS = np.empty(0, np.int64)
-_NUMBERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # by their bytes
-# Rows that are turned to slots at a time: numpy takes twice the time for all at once, as a cache holds too few of them.
-_BLOCK = 16
+_NUMBERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # by their bytes
 
 
 class Fragment:
@@ -267,21 +265,16 @@ class Fragment:
     def in_chunk_order(self, rows: NDArray[Any]) -> NDArray[Any]:
         """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new array any[num_steps, ...]."""
         (are_whole, places), (num_rows, num_slots, *shape) = self.row_order, rows.shape
-        spare = self.layout.spare
-        nbytes = rows.itemsize * math.prod(shape)
-        is_all = are_whole and len(places) == num_slots
-        if are_whole and nbytes in _NUMBERS and rows.flags.c_contiguous and not (is_all and num_slots < 32):
-            numbers: Any = rows.reshape(num_rows, num_slots, math.prod(shape)).view(_NUMBERS[nbytes])[..., 0]
-            turned = spare.empty((len(places), num_rows), numbers.dtype)
-            for row in range(0, num_rows, _BLOCK):
-                block = numbers[row : row + _BLOCK]
-                turned[:, row : row + _BLOCK] = (block if is_all else block.take(places, axis=1)).swapaxes(0, 1)
-            return turned.view(rows.dtype).reshape(len(places) * num_rows, *shape)
-        if is_all:
-            slot_major = rows.swapaxes(0, 1)
-            made = spare.empty(slot_major.shape, rows.dtype)
-            made[:] = slot_major
-            return made.reshape(num_rows * num_slots, *shape)  # a size may be 0: no -1
+        spare, size = self.layout.spare, math.prod(shape)
+        number = _NUMBERS.get(rows.itemsize * size)
+        if are_whole and number is not None:
+            numbers, is_all = rows.reshape(num_rows, num_slots, size).view(number)[..., 0], len(places) == num_slots
+            turned, step = spare.empty((len(places), num_rows), number), max(16, 4096 // max(1, num_slots))
+            # Of all rows at a time a cache holds too few: that takes twice the time.
+            for row in range(0, num_rows, step):
+                block = numbers[row : row + step]
+                turned[:, row : row + step] = (block if is_all else block.take(places, axis=1)).swapaxes(0, 1)
+            return turned.view(rows.dtype).reshape(len(places) * num_rows, *shape)  # a size may be 0: no -1
         if are_whole:
             places = (places[:, None] + np.arange(num_rows) * num_slots).reshape(-1)
         made = spare.empty((len(places), *shape), rows.dtype)
