@@ -83,31 +83,24 @@ class PolicyWeights:
                 raise RunError("weights have been published, expected load_state_dict of the run before publish")
             self._version = self._loaded = self.first_version = version
 
-    def take(self) -> tuple[int, dict[str, Any]] | None:
-        """Take the newest version and its weights, once; None if there is nothing new."""
-        if self._unused is None:
-            return None
-        with self._lock:
-            unused, self._unused = self._unused, None
-        return unused
-
     def load_into(self, module: Any) -> int:
         """Load the newest weights into the acting module; returns the version that it then has."""
         if self._unused is not None:
             with self._loading:
-                fresh = self.take()
-                if fresh is not None:
-                    self._load(module, *fresh)
+                with self._lock:
+                    fresh, self._unused = self._unused, None
+                if fresh is not None:  # which another thread may have taken
+                    self._load(module, fresh)
         return self._loaded
 
-    def _load(self, module: Any, version: int, weights: dict[str, Any]) -> None:
+    def _load(self, module: Any, fresh: tuple[int, dict[str, Any]]) -> None:
         try:
-            module.load_state_dict(weights)
+            module.load_state_dict(fresh[1])
         except BaseException:  # the module may have some of them: the next pass loads all again
             with self._lock:
-                self._unused = self._unused or (version, weights)
+                self._unused = self._unused or fresh
             raise
-        self._loaded = version
+        self._loaded = fresh[0]
 
     def newest(self, module: Any) -> tuple[int, dict[str, Any]]:
         """Newest version and a copy of its weights: those published last, or else what the acting module has."""

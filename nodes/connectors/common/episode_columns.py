@@ -292,9 +292,10 @@ def _rows_of(what: str, items: Tree, steps: NDArray[np.int64], count: int) -> Tr
     return map_tree(laid_out, items)
 
 
-def _mask(mask: NDArray[np.bool_], like: torch.Tensor) -> torch.Tensor:
-    """A mask on a tensor's device, with as many axes."""
-    return torch.as_tensor(mask, device=like.device).view(*mask.shape, *[1] * (like.ndim - mask.ndim))
+def _mask(mask: NDArray[np.bool_], like: Any) -> Any:
+    """A mask with as many axes as an array, or as a tensor, and on its device."""
+    widened = mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
+    return torch.as_tensor(widened, device=like.device) if torch.is_tensor(like) else widened
 
 
 def _keyed_rows(column: str, data: dict[Any, list[Any]], episodes: Episodes, length: int) -> dict[Any, list[Any]]:
@@ -388,10 +389,9 @@ def _of_lane(episodes: LaneEpisodes, initial: Tree, rl_module: Any) -> Tree:
     begun, previous = episodes.just_begun(), episodes.values_before(Columns.STATE_OUT)
     if previous is None and not begun.all():
         raise _without_state_out(rl_module)
-    if previous is not None:
-        _check_like(previous, initial, 1, rl_module)
     if previous is None:
         return map_tree(lambda leaf: np.repeat(leaf[None], len(begun), axis=0), initial)
+    _check_like(previous, initial, 1, rl_module)
     if not begun.any():
         return map_tree(np.array, previous)
 
@@ -463,15 +463,12 @@ def _states_of_fragments(episodes: FragmentEpisodes, initial: Tree, length: int)
 
     recorded, known = episodes.initial_states(initial)
 
-    def before(states: Any, preceding: Any, first: Any, own: NDArray[Any]) -> Any:
-        state_in = states[np.maximum(start - 1, 0)]
-        if torch.is_tensor(states):
-            begins = torch.where(_mask(known, first), first, torch.as_tensor(own, device=first.device))
-            state_in[first_row] = torch.where(_mask(continued, first), preceding, begins)
-            return state_in
-        axes = (-1, *[1] * own.ndim)
-        begins = np.where(known.reshape(axes), first, own[None])  # type: ignore[assignment]
-        state_in[first_row] = np.where(continued.reshape(axes), preceding, begins)
+    def before(states: Any, preceding: Any, first: Any, own: Any) -> Any:
+        state_in, xp = states[np.maximum(start - 1, 0)], library_of(states)
+        if xp is torch:
+            own = torch.as_tensor(own, device=first.device)
+        begins = xp.where(_mask(known, first), first, own)
+        state_in[first_row] = xp.where(_mask(continued, first), preceding, begins)
         return state_in
 
     states = episodes.gather(Columns.STATE_OUT)

@@ -339,11 +339,9 @@ class PrevActionsPrevRewards(ObservationRewriter):
                 vectors[-there:] = flatten(action_space, stack_trees(items))
             parts[self.PREV_ACTIONS_KEY] = vectors.reshape(-1)
         if self.n_prev_rewards:
-            rewards: NDArray[np.float32] = np.zeros(self.n_prev_rewards, np.float32)
             there = min(steps, self.n_prev_rewards)
-            if there:
-                rewards[-there:] = [episode.get_rewards(i) for i in range(-there, 0)]
-            parts[self.PREV_REWARDS_KEY] = rewards
+            rewards = [episode.get_rewards(i) for i in range(-there, 0)]
+            parts[self.PREV_REWARDS_KEY] = np.array([0.0] * (self.n_prev_rewards - there) + rewards, np.float32)
         return parts
 
     def _action_space_of(self, agent_id: Any) -> Space:

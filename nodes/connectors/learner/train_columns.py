@@ -124,8 +124,8 @@ class TrainSteps:
             raise error(more_than_one(column, numbers.shape, numbers.shape[:1])).see(topic)
         return numbers
 
-    def places(self, at: NDArray[np.int64]) -> Any:
-        """Places i64[K] to index values by, brought to their device once."""
+    def places(self, at: NDArray[Any]) -> Any:
+        """Numbers any[K], such as places i64[K] to index values by, brought to the values' device once."""
         return at if self.device is None else tensors_of(at, self.device)
 
     @cached_property
@@ -246,11 +246,6 @@ class TrainSteps:
         return rows
 
     # Writing
-
-    def zeros(self, count: int) -> Floats:
-        """f32[count] of zeros."""
-        made: Any = np.zeros(count, np.float32)
-        return made if self.device is None else torch.zeros(count, device=self.device)  # type: ignore[return-value]
 
     def put(self, column: str, values: Tree) -> None:
         """Make a tree of arrays `any[B, ...]` the batch's column, in the form that its other columns have.
@@ -673,7 +668,7 @@ def values_after(piece: str, rl_module: Any, steps: TrainSteps) -> Floats:
 
     Raises ConnectorError if that observation is of another kind than the batch's `obs`.
     """
-    after: Floats = steps.zeros(len(steps.lengths))
+    after: Floats = steps.places(np.zeros(len(steps.lengths), np.float32))
     lasting = np.flatnonzero(~steps.terminated & (steps.lengths > 0))
     if len(lasting):
         lasting = steps.places(lasting)
