@@ -99,8 +99,12 @@ class ReplayReport:
         )
 
 
-class RateLimiter:
-    """Counts inserts and samples, and says which may go on.
+Batch = dict[str, Any]
+_SIZES = "sampled", "most_inserts", "most_samples"
+
+
+class ReplayTable:
+    """Rows of steps, without locks, and which inserts and samples the rate lets go on.
 
     With I steps inserted, D removed and S sampled, a ratio r, a minimum m and an error buffer b, let the balance be
     I·r - S.
@@ -112,73 +116,16 @@ class RateLimiter:
     The two conditions leave always one side free if 2·b ≥ (steps of a sample) + (steps of an insert)·r. To ask changes
     no count: an insert counts among the sizes once it has come, even if it waits, and a sample once it is drawn.
 
-    rate       None: inserts always may, samples from the first step on
-    samples    steps of an ordinary sample
-
-    sampled                  number of steps sampled
-    most_inserts             steps of the largest insert that has come so far, or waits
-    most_samples             steps of the largest sample so far
-    """
-
-    def __init__(self, rate: SamplesPerInsert | None, samples: int = 1) -> None:
-        self.rate, self.sampled = rate, 0
-        self.most_inserts, self.most_samples = 1, samples
-
-    def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
-        """True if so many steps may be inserted."""
-        rate, balance = self.rate, self._balance(inserted)
-        if rate is None or inserted - removed < rate.min_size:
-            return True
-        return balance + steps * rate.ratio <= rate.min_size * rate.ratio + self._buffer(steps)
-
-    def admits_sample(self, steps: int, inserted: int, removed: int) -> bool:
-        """True if so many steps may be sampled.
-
-        The buffer suits the samples so far. A larger sample goes on if the largest insert would have to wait, so
-        that one of them always goes on.
-        """
-        rate = self.rate
-        if rate is None:
-            return inserted > removed
-        if inserted - removed < rate.min_size:
-            return False
-        least = min(steps - self._buffer(), self._buffer() - self.most_inserts * rate.ratio)
-        return self._balance(inserted) - rate.min_size * rate.ratio >= least
-
-    def beyond(self, inserted: int) -> int:
-        """Steps inserted beyond the minimum."""
-        return max(0, inserted - (0 if self.rate is None else self.rate.min_size))
-
-    def _balance(self, inserted: int) -> float:
-        ratio = 0.0 if self.rate is None else self.rate.ratio
-        return inserted * ratio - self.sampled
-
-    def _buffer(self, inserts: int = 0) -> float:
-        """The error buffer, for such an insert and all sizes so far."""
-        assert self.rate is not None
-        return self.rate.buffer(max(self.most_inserts, inserts), self.most_samples)
-
-    def get_state(self) -> dict[str, Any]:
-        """The counts."""
-        return {"sampled": self.sampled, "most_inserts": self.most_inserts, "most_samples": self.most_samples}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Take the counts of `get_state`."""
-        self.sampled, self.most_inserts = state["sampled"], state["most_inserts"]
-        self.most_samples = state["most_samples"]
-
-
-Batch = dict[str, Any]
-
-
-class ReplayTable:
-    """Rows of steps, without locks.
-
     capacity       number of rows
     sampler        of this table alone
     max_samples    how often a step is drawn before it is removed; None: any number
-    rate           counts of what is inserted and sampled
+    rate           None: inserts always may, samples from the first step on
+    batch_size     rows of an ordinary sample
     generator      of all that is drawn
+
+    sampled          number of steps sampled
+    most_inserts     steps of the largest insert that has come so far, or waits
+    most_samples     steps of the largest sample so far
     """
 
     def __init__(
@@ -188,10 +135,12 @@ class ReplayTable:
         *,
         max_samples: int | None,
         storage: Storage,
-        rate: RateLimiter,
+        rate: SamplesPerInsert | None,
+        batch_size: int,
         generator: np.random.Generator,
     ) -> None:
         self.sampler, self.rate = sampler, rate
+        self.sampled, self.most_inserts, self.most_samples = 0, 1, batch_size * sampler.steps
         self.rows = RowIndex(capacity, storage.frames - 1)
         self._storage, self._generator, self._max_samples = storage, generator, max_samples
         self._columns: RowColumns | None = None
@@ -205,19 +154,32 @@ class ReplayTable:
 
     def announce(self, steps: int) -> bool:
         """Take note of an insert that comes; True if none was as large, so that samples that wait look again."""
-        is_largest = steps > self.rate.most_inserts
-        self.rate.most_inserts = max(self.rate.most_inserts, steps)
+        is_largest = steps > self.most_inserts
+        self.most_inserts = max(self.most_inserts, steps)
         return is_largest
 
     def admits_insert(self, steps: int) -> bool:
-        """True if the rate lets so many steps be inserted."""
-        may = self.rate.admits_insert(steps, self.rows.inserted, self.rows.removed)
-        return may or bool(self.sampler.waits_for(self.rows))
+        """True if the rate lets so many steps be inserted, which were announced."""
+        rate, rows = self.rate, self.rows
+        if rate is None or rows.inserted - rows.removed < rate.min_size:
+            return True
+        most = rate.min_size * rate.ratio + rate.buffer(self.most_inserts, self.most_samples)
+        balance = rows.inserted * rate.ratio - self.sampled
+        return balance + steps * rate.ratio <= most or bool(self.sampler.waits_for(rows))
 
     def admits_sample(self, count: int) -> bool:
-        """True if the rate lets so many rows be sampled."""
-        may = self.rate.admits_sample(count * self.sampler.steps, self.rows.inserted, self.rows.removed)
-        return may and not self.sampler.waits_for(self.rows)
+        """True if the rate lets so many rows be sampled.
+
+        The buffer suits the samples so far. A larger sample goes on if the largest insert would have to wait, so
+        that one of them always goes on.
+        """
+        rate, rows = self.rate, self.rows
+        may = rows.inserted - rows.removed >= (1 if rate is None else rate.min_size)
+        if may and rate is not None:
+            buffer = rate.buffer(self.most_inserts, self.most_samples)
+            least = min(count * self.sampler.steps - buffer, buffer - self.most_inserts * rate.ratio)
+            may = rows.inserted * rate.ratio - self.sampled - rate.min_size * rate.ratio >= least
+        return may and not self.sampler.waits_for(rows)
 
     def checked(self, fragment: Fragment) -> Callable[[], None]:
         """The insert of a fragment, to be called before anything else changes; no step comes or goes yet.
@@ -235,15 +197,15 @@ class ReplayTable:
     def _insert(self, fragment: Fragment, columns: dict[str, Any], into: RowColumns, room: Room) -> None:
         """Copy a fragment's steps; the oldest make room."""
         rows, self._columns = self.rows, into
-        placement = rows.place(room)
-        self._columns.write(placement.begin, placement.source, columns)
-        if len(placement.ended):
+        rows.place(room)
+        into.write(room.begin, room.source, columns)
+        if len(room.ended):
             last = fragment.last_observations()
-            self._columns.put(Columns.OBS, placement.rows, map_tree(lambda leaf: leaf[placement.ended], last))
-        self.sampler.note_removed(rows, placement.removed)
-        self.sampler.note_inserted(rows, placement.inserted)
+            into.put(Columns.OBS, room.rows, map_tree(lambda leaf: leaf[room.ended], last))
+        self.sampler.note_removed(rows, room.removed)
+        self.sampler.note_inserted(rows, room.inserted)
         if self._max_samples is not None:
-            self._draws[placement.inserted % rows.num_rows] = 0
+            self._draws[room.inserted % rows.num_rows] = 0
 
     def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
         """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
@@ -267,8 +229,8 @@ class ReplayTable:
 
     def count(self, draw: Draw, count: int) -> None:
         """Count a draw of `count` rows, and remove steps that have been drawn as often as they may."""
-        self.rate.sampled += draw.num_steps
-        self.rate.most_samples = max(self.rate.most_samples, count * self.sampler.steps)
+        self.sampled += draw.num_steps
+        self.most_samples = max(self.most_samples, count * self.sampler.steps)
         if self._max_samples is None:
             return
         trained = draw.positions if draw.trained is None else draw.positions[draw.trained]
@@ -284,7 +246,7 @@ class ReplayTable:
         return RowColumns(items, self.rows.num_rows, self.rows.num_spare, self._storage.path)
 
     def _check_min_size(self, room: Room) -> None:
-        rate, rows = self.rate.rate, self.rows
+        rate, rows = self.rate, self.rows
         begin = rows.end + int(room.sizes.sum()) - rows.num_rows  # that would be kept
         if rate is None or begin <= 0 or rows.num_live - (begin - rows.begin) >= rate.min_size:
             return
@@ -308,7 +270,7 @@ class ReplayTable:
             "columns": self._columns and self._columns.get_state(since, rows.end, rows.spare_in_use),
             "sampler": self.sampler.get_state(),
             "draws": self._draws.copy(),
-            "rate": self.rate.get_state(),
+            "rate": {name: getattr(self, name) for name in _SIZES},
             "generator": self._generator.bit_generator.state,
         }
 
@@ -317,7 +279,7 @@ class ReplayTable:
         # Another sampler is found out first, and columns, whose file is made anew, come last.
         self.sampler.set_state(state["sampler"])
         self._draws[:] = state["draws"]
-        self.rate.set_state(state["rate"])
+        self.sampled, self.most_inserts, self.most_samples = (state["rate"][name] for name in _SIZES)
         self._generator.bit_generator.state = state["generator"]
         self.rows.set_state(state["rows"])
         if state["columns"] is not None:
@@ -593,8 +555,9 @@ class Replay:
         """
         with self._lock:
             tables = self._tables.values() if module_id is None else [self._table_of(module_id)]
-            beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
-            sampled = sum(table.rate.sampled for table in tables)
+            least = 0 if self._rate is None else self._rate.min_size
+            beyond = sum(max(0, table.rows.inserted - least) for table in tables)
+            sampled = sum(table.sampled for table in tables)
             return ReplayReport(
                 inserted=sum(table.rows.inserted for table in tables),
                 removed=sum(table.rows.removed for table in tables),
@@ -746,7 +709,8 @@ class Replay:
             sampler,
             max_samples=self._max_samples,
             storage=storage,
-            rate=RateLimiter(self._rate, self.batch_size * sampler.steps),
+            rate=self._rate,
+            batch_size=self.batch_size,
             generator=np.random.default_rng(seed),
         )
 
@@ -796,7 +760,7 @@ def _held_back(
     if rate is None:
         return ReplayError("the replay has no steps, expected an insert before the first sample")
     held = [
-        f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
+        f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.sampled} sampled"
         + (f" of module {module_id!r}" if module_id is not None else "")
         for module_id, table in tables.items()
     ]

@@ -13,7 +13,7 @@ goes on is in a *spare* row, behind the ring, until the episode's next chunk com
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -116,15 +116,21 @@ class ChunkTable:
 Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Room:
-    """What the chunks of a lane's fragment take, before anything is changed for them.
+    """What the chunks of a lane's fragment take, and, once it is taken, where they are.
 
     opened    the episodes that the lane's slots are in
     before    i64[C]   number of the chunk that each one goes on, or -1
     freed     the spare rows behind those chunks, which become free
     alone     bool[C]  whether a chunk's last observation has a row of its own
     sizes     i64[C]   number of rows that each chunk takes
+
+    begin           position of the first row; the others follow it
+    source          i64[R]  which of the fragment's rows comes there: row * N + slot
+    inserted        i64[I]  positions of the steps that may be sampled
+    removed         i64[D]  positions of the steps that had to make room
+    ended, rows     i64[E], i64[E]  chunks whose observation after the last step goes to these rows by itself
     """
 
     lane: str
@@ -134,25 +140,12 @@ class Room:
     freed: list[int]
     alone: Bools
     sizes: Ints
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Where the rows of one fragment go.
-
-    begin           position of the first row; the others follow it
-    source          i64[R]  which of the fragment's rows comes there: row * N + slot
-    inserted        i64[I]  positions of the steps that may be sampled
-    removed         i64[D]  positions of the steps that had to make room
-    ended, rows     i64[E], i64[E]  chunks whose observation after the last step goes to these rows by itself
-    """
-
-    begin: int
-    source: Ints
-    inserted: Ints
-    removed: Ints
-    ended: Ints
-    rows: Ints
+    begin: int = field(init=False)
+    source: Ints = field(init=False)
+    inserted: Ints = field(init=False)
+    removed: Ints = field(init=False)
+    ended: Ints = field(init=False)
+    rows: Ints = field(init=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -312,8 +305,8 @@ class RowIndex:
         gone = np.count_nonzero(read_ring(self.is_step, self.num_rows, self.begin, begin))
         return int(np.count_nonzero(self.is_step) - gone + (room.sizes - room.alone).sum())
 
-    def place(self, room: Room) -> Placement:
-        """Forget the oldest rows for the room of a fragment, of which nothing has changed since, and take it."""
+    def place(self, room: Room) -> None:
+        """Forget the oldest rows for the room of a fragment, and take it; nothing has changed since it was made."""
         chunks, opened, before, alone, sizes = room.chunks, room.opened, room.before, room.alone, room.sizes
         lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
         going_on, total = np.flatnonzero(~has_ended), int(sizes.sum())
@@ -364,14 +357,8 @@ class RowIndex:
         slots = len(opened.number)
         source = np.repeat((chunks.start - firsts + begin) * slots + chunks.slot, sizes)
         source += np.arange(0, total * slots, slots)
-        return Placement(
-            begin=begin,
-            source=source,
-            inserted=live,
-            removed=removed,
-            ended=np.concatenate([lasts, spare]),
-            rows=np.concatenate([behind_rows, spare_rows]),
-        )
+        room.begin, room.source, room.inserted, room.removed = begin, source, live, removed
+        room.ended, room.rows = np.concatenate([lasts, spare]), np.concatenate([behind_rows, spare_rows])
 
     def remove(self, positions: Ints) -> None:
         """Take steps that are kept out of what is sampled; their rows stay until the ring comes round."""

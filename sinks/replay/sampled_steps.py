@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,48 +21,6 @@ IDS, AGE, WEIGHTS = "ids", "age", "weights"
 GOAL, ACHIEVED = "desired_goal", "achieved_goal"
 
 
-class RowGoals(NamedTuple):
-    """Goals of some rows of a batch, other than those that the environment gave: see `HindsightGoals`.
-
-    piece     that gave them
-    chosen    i64[K]  the rows
-    goals     any[K, ...]
-    """
-
-    piece: "HindsightGoals"
-    chosen: Ints
-    goals: NDArray[Any]
-
-    def put_in(self, observations: Any) -> None:
-        """Write the goals into observations any[B, ...], one for each row of the batch."""
-        observations[GOAL][self.chosen] = self.goals
-
-    def judge(self, observations: Any, rewards: NDArray[np.float32], terminateds: NDArray[np.bool_]) -> None:
-        """Write rewards f32[B] and ends bool[B] of steps with the observations any[B, ...] after them."""
-        rows, achieved = self.chosen, observations[ACHIEVED]
-        rewards[rows] = self._computed("compute_reward", achieved[rows], np.float32)
-        if self.piece.compute_terminated is not None:
-            terminateds[rows] |= self._computed("compute_terminated", achieved[rows], np.bool_)
-
-    def _computed(self, name: str, achieved: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """What a function of the piece gives for the rows, `dtype` [K]. Raises ReplayError for anything else."""
-        values: NDArray[Any] = as_array(getattr(self.piece, name)(achieved, self.goals.copy(), {}))
-        rows = len(self.chosen)
-        if values.shape != (rows,) and not (rows == 1 and values.ndim == 0):
-            raise ReplayError(
-                f"{self.piece.name}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
-                f"{list(self.goals.shape)}; expected [{rows}], one for each row"
-            )
-        is_number = np.can_cast(values.dtype, dtype, "same_kind")
-        with np.errstate(over="ignore"):
-            computed = values.reshape(rows).astype(dtype) if is_number else None
-        if computed is None or not np.isfinite(computed).all():
-            gave = f"{values.dtype}{' that is not finite' if is_number else ''}"
-            wanted = "bool" if dtype is np.bool_ else "finite float32"
-            raise ReplayError(f"{self.piece.name}: {name} gave {gave}, expected a {wanted} for each row")
-        return computed
-
-
 class SampledSteps:
     """Steps of one batch, which a piece gets as `episodes`; it may read whatever the replay holds about them.
 
@@ -71,11 +29,17 @@ class SampledSteps:
     frames        newest observations in each item of `obs`; 1: the observation itself
     generator     for what a piece draws
 
-    goals         that `HindsightGoals` gave rows of the batch; None: none
+    hindsight     the piece that gave rows of the batch other goals than the environment; None: none did
+    chosen        i64[K]         these rows
+    goals         any[K, ...]    their goals
 
     positions     i64[B] or i64[B, L] of the steps; for padding, the position of the row's first step
     is_padding    bool[B, L]; None: there is none
     """
+
+    hindsight: "HindsightGoals | None" = None
+    chosen: Ints
+    goals: NDArray[Any]
 
     def __init__(
         self, rows: RowIndex, columns: RowColumns, draw: Draw, frames: int, generator: np.random.Generator
@@ -83,7 +47,6 @@ class SampledSteps:
         self.rows, self.columns, self.generator = rows, columns, generator
         self.is_padding: NDArray[np.bool_] | None = None
         self.positions = draw.positions
-        self.goals: RowGoals | None = None
         self.frames = frames
         self._draw = draw
         if draw.positions.ndim == 2:
@@ -130,9 +93,21 @@ class SampledSteps:
         """Rewards f32[B], and terminateds bool[B], of steps at i64[B]: one of each row of the batch, for its goal."""
         packed = self.columns.read_packed(self.rows.rows(positions))  # in which small columns are, all at once
         rewards, terminateds = packed[Columns.REWARDS].astype(np.float32), packed[Columns.TERMINATEDS]
-        if self.goals is not None:
-            self.goals.judge(self.next_observations(positions), rewards, terminateds)
+        if self.hindsight is not None:
+            self.judge(self.next_observations(positions), rewards, terminateds)
         return rewards, terminateds
+
+    def put_goals(self, observations: Any) -> None:
+        """Write the goals into observations any[B, ...], one for each row of the batch."""
+        observations[GOAL][self.chosen] = self.goals
+
+    def judge(self, observations: Any, rewards: NDArray[np.float32], terminateds: NDArray[np.bool_]) -> None:
+        """Write rewards f32[B] and ends bool[B] of steps with the observations any[B, ...] after them, by the goals."""
+        piece, rows, achieved = self.hindsight, self.chosen, observations[ACHIEVED]
+        assert piece is not None
+        rewards[rows] = piece.computed("compute_reward", achieved[rows], self.goals, np.float32)
+        if piece.compute_terminated is not None:
+            terminateds[rows] |= piece.computed("compute_terminated", achieved[rows], self.goals, np.bool_)
 
     def batch(self) -> dict[str, Any]:
         """Every column of the steps, as arrays, with `new_obs`, `ids`, `age` and what the sampler adds."""
@@ -235,8 +210,8 @@ class SampledNStepReturns(ConnectorV2):
             spans += goes_on
             goes_on &= ~ends
         new_obs = steps.next_observations(at)
-        if steps.goals is not None:
-            steps.goals.put_in(new_obs)
+        if steps.hindsight is not None:
+            steps.put_goals(new_obs)
         batch[Columns.REWARDS] = rewards
         batch[Columns.NEXT_OBS] = new_obs
         batch[Columns.TERMINATEDS] = terminateds
@@ -285,12 +260,28 @@ class HindsightGoals(ConnectorV2):
         at = steps.positions[chosen]
         _, left = steps.rows.ahead(at)
         later, _ = steps.rows.ahead(at, draws.integers(0, left + 1))
-        reached = steps.next_observations(later)[ACHIEVED]
-        goals = steps.goals = RowGoals(self, chosen, reached)
-        goals.put_in(obs)
-        goals.put_in(new_obs)
-        goals.judge(new_obs, batch[Columns.REWARDS], batch[Columns.TERMINATEDS])
+        steps.hindsight, steps.chosen, steps.goals = self, chosen, steps.next_observations(later)[ACHIEVED]
+        steps.put_goals(obs)
+        steps.put_goals(new_obs)
+        steps.judge(new_obs, batch[Columns.REWARDS], batch[Columns.TERMINATEDS])
         return batch
+
+    def computed(self, name: str, achieved: NDArray[Any], goals: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        """What a function gives for goals any[K, ...], `dtype` [K]. Raises ReplayError for anything else."""
+        rows, values = len(goals), as_array(getattr(self, name)(achieved, goals.copy(), {}))
+        if values.shape != (rows,) and not (rows == 1 and values.ndim == 0):
+            raise ReplayError(
+                f"{self.name}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
+                f"{list(goals.shape)}; expected [{rows}], one for each row"
+            )
+        is_number = np.can_cast(values.dtype, dtype, "same_kind")
+        with np.errstate(over="ignore"):
+            computed: NDArray[Any] | None = values.reshape(rows).astype(dtype) if is_number else None
+        if computed is None or not np.isfinite(computed).all():
+            gave = f"{values.dtype}{' that is not finite' if is_number else ''}"
+            wanted = "bool" if dtype is np.bool_ else "finite float32"
+            raise ReplayError(f"{self.name}: {name} gave {gave}, expected a {wanted} for each row")
+        return computed
 
     def _check_observations(self, obs: Any, frames: int) -> None:
         """Raise ReplayError unless they are dicts with goals, one observation in each item."""

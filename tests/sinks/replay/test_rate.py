@@ -2,6 +2,7 @@
 
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -14,7 +15,6 @@ from replayed import Played
 
 from rollflow import Graph, Replay, Rollout
 from rollflow.sinks import Episodes, SamplesPerInsert
-from rollflow.sinks.replay.replay import RateLimiter
 from rollflow.stream import ReplayError
 
 pytestmark = pytest.mark.anyio
@@ -36,25 +36,26 @@ def test_one_side_always_goes_on_and_the_ratio_keeps_its_bounds(
     rate: SamplesPerInsert, sizes: tuple[int, int], seed: int, bias: float
 ) -> None:
     draws, capacity = random.Random(seed), 1000 + sizes[0]
-    limiter, inserted, removed = RateLimiter(rate, samples=8), 0, 0
+    table = Replay(capacity, rate=rate, batch_size=8)._tables[None]
+    rows: Any = SimpleNamespace(inserted=0, removed=0)
+    table.rows = rows
     wanted = {"insert": 1, "sample": 8}  # what each side comes with until it is let through
     for _ in range(1000):
         side, most = ("insert", sizes[0]) if draws.random() < bias else ("sample", sizes[1])
         wanted[side] = draws.randint(1, most)
-        limiter.most_inserts = max(limiter.most_inserts, wanted["insert"])
-        may_insert = limiter.admits_insert(wanted["insert"], inserted, removed)
-        may_sample = limiter.admits_sample(wanted["sample"], inserted, removed)
+        table.announce(wanted["insert"])
+        may_insert, may_sample = table.admits_insert(wanted["insert"]), table.admits_sample(wanted["sample"])
         assert may_insert or may_sample
         if may_insert and (side == "insert" or not may_sample):
-            inserted += wanted["insert"]
-            removed = max(removed, inserted - capacity)
+            rows.inserted += wanted["insert"]
+            rows.removed = max(rows.removed, rows.inserted - capacity)
         else:
-            limiter.sampled += wanted["sample"]
-            limiter.most_samples = max(limiter.most_samples, wanted["sample"])
-        beyond = (inserted - rate.min_size) * rate.ratio - limiter.sampled
-        buffer = rate.buffer(limiter.most_inserts, limiter.most_samples)
+            table.sampled += wanted["sample"]
+            table.most_samples = max(table.most_samples, wanted["sample"])
+        beyond = (rows.inserted - rate.min_size) * rate.ratio - table.sampled
+        buffer = rate.buffer(table.most_inserts, table.most_samples)
         assert beyond <= buffer + 1e-6
-        assert limiter.sampled == 0 or beyond >= -max(buffer, limiter.most_samples) - 1e-6
+        assert table.sampled == 0 or beyond >= -max(buffer, table.most_samples) - 1e-6
 
 
 def test_to_ask_changes_nothing() -> None:
