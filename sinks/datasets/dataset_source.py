@@ -21,18 +21,19 @@ from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.stages.acting import lookback_for, pieces_given
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, STEPS, DatasetFolder, no_steps
 from rollflow.sinks.datasets.episode_block import (
+    AgentsBlock,
     EpisodeBlock,
     EpisodeSummary,
     Ints,
     ReadAhead,
+    StoredAgents,
     StoredFragment,
     step_bytes,
     summary_of,
     windows_of,
 )
 from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
-from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes, opened, read_chunks
-from rollflow.sinks.datasets.stored_agents import AgentsBlock, EnvEpisodes, StoredAgents
+from rollflow.sinks.datasets.parquet_episodes import EnvEpisodes, ParquetEpisodes, opened, read_chunks
 from rollflow.sinks.trainer.item_maker import check_module
 from rollflow.stream.data.errors import DatasetError, shown
 from rollflow.stream.graph.channel import Outlet

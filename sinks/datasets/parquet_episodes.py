@@ -10,6 +10,7 @@ import numpy as np
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
 from rollflow.sinks.datasets.dataset_folder import (
     ENV_EPISODES,
+    ENV_EPS_ID,
     ENV_T,
     EPISODES,
     LAST_OBS,
@@ -17,8 +18,18 @@ from rollflow.sinks.datasets.dataset_folder import (
     STEPS,
     DatasetFolder,
     no_steps,
+    stored_ids,
 )
-from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, in_pairs
+from rollflow.sinks.datasets.episode_block import (
+    STEPS_AT_ONCE,
+    EpisodeSummary,
+    Ints,
+    StoredSteps,
+    in_pairs,
+    ranges,
+    step_bytes,
+    windows_of,
+)
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree
@@ -188,12 +199,6 @@ class ParquetEpisodes:
             return file.read_row_group(group, columns=names, use_threads=False)
 
 
-def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """The numbers start … start + length - 1 of each of K ranges, end to end: i64[sum(lengths)]."""
-    shifts: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return np.arange(int(lengths.sum())) + shifts
-
-
 @contextmanager
 def opened(folder: DatasetFolder, kind: str, number: int, footer: Any = None) -> Iterator[Any]:
     """A committed file, for reading. Raises DatasetError, with its name, if it is missing, or not as it was written.
@@ -259,3 +264,110 @@ def numbers_in(table: Any, name: str) -> Ints:
 def _numbers(array: Any) -> Ints:
     numbers: Ints = array.to_numpy(zero_copy_only=False).astype(np.int64)
     return numbers
+
+
+_STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"
+
+
+class ModuleEpisodes(ParquetEpisodes):
+    """The A episodes of agents that one module has acted in.
+
+    agents     ids of the agents that it has served
+    agent      i64[A]    place in `agents`
+    piece      i64[A]    number of the environment's episode
+    last_t     i64[A]    steps of the environment's episode before the agent's last observation
+
+    Raises DatasetError if one is of no environment's episode.
+    """
+
+    def __init__(self, module_id: Any, folder: DatasetFolder, envs: "EnvEpisodes") -> None:
+        more = [Columns.AGENT_ID, _RETURN, _STOPPED, ENV_EPS_ID]
+        super().__init__(folder, more=more, piece_of=lambda table: envs.pieces_of(folder, table))
+        self.module_id = module_id
+        head = self.order[self.first]
+        texts = self.more[Columns.AGENT_ID].cast("string").dictionary_encode()
+        by_text = {text: place for place, text in enumerate(stored_ids("agent", envs.agents))}
+        found = [by_text.get(text, -1) for text in texts.dictionary.to_pylist()]
+        if -1 in found:
+            unknown = texts.dictionary[found.index(-1)]
+            raise damaged(folder.path, f"it has the agent {unknown}, expected one of {envs.agents}")
+        numbers, agent = np.unique(np.array(found, np.int64)[texts.indices.to_numpy()], return_inverse=True)
+        self.agents = tuple(envs.agents[each] for each in numbers.tolist())
+        self.agent: Ints = agent[head]
+        self.piece: Ints = self.pieces[head]
+        self.last_t: Ints = self.more[_STOPPED].to_numpy()[self.last]
+
+
+class EnvEpisodes(ParquetEpisodes):
+    """E episodes of environments, a row of numbers each, and the agents' episodes in them.
+
+    agents                               all ids
+    modules                              `ModuleEpisodes` of those that have acted
+    columns                              module id -> name -> description
+    observation_space, action_space      module id -> space
+
+    The others are those of an `EpisodeStore`, in env steps. Raises DatasetError if there is no dataset, or one that
+    is damaged.
+    """
+
+    def __init__(self, folder: DatasetFolder) -> None:
+        # A sink describes runs and modules before it commits their files: those that are listed first are described.
+        folder = DatasetFolder(folder.path, folder.numbers())
+        super().__init__(folder, ENV_EPISODES, [_AGENT_STEPS])
+        self.agents: list[Any] = self.description["agents"]
+        keys = list(zip(self.runs.tolist(), self.ids.tolist(), strict=True))  # pieces of one episode have the same
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._first_of: Ints = np.array([self._places[key] for key in keys], np.int64)  # a number for each run and id
+        folders = [(each, folder.module(name, self.version)) for name, each in self.description["modules"].items()]
+        self.modules = [ModuleEpisodes(module_id, each, self) for module_id, each in folders if each.numbers()]
+        self.columns = {each.module_id: each.columns for each in self.modules}
+        self.observation_space = {each.module_id: each.observation_space for each in self.modules}
+        self.action_space = {each.module_id: each.action_space for each in self.modules}
+        found = sum(int(each.chunk_steps.sum()) for each in self.modules)
+        if (wanted := int(self.more[_AGENT_STEPS].to_numpy().sum())) != found:
+            raise damaged(folder.path, f"its modules have {found} steps of agents, {ENV_EPISODES} says {wanted}")
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of an env step in memory, with the steps of all agents in it, on average."""
+        steps = [(int(each.num_steps.sum()), step_bytes(each.columns)) for each in self.modules]
+        return 1 + sum(count * size for count, size in steps) // max(1, int(self.num_steps.sum()))
+
+    def summary(self) -> EpisodeSummary:
+        """Returns of all agents together, lengths in env steps, and the policy versions of all modules."""
+        count = len(self.num_steps)
+        returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+        for each in self.modules:
+            np.add.at(returns, each.pieces, each.more[_RETURN].to_numpy())
+            if Columns.POLICY_VERSION not in each.columns:
+                continue
+            for episodes in windows_of(each.num_steps, np.arange(len(each.piece)), STEPS_AT_ONCE):
+                versions = each.read(episodes, [Columns.POLICY_VERSION], with_last=False).taken(Columns.POLICY_VERSION)
+                pieces = np.repeat(each.piece[episodes], each.num_steps[episodes])
+                np.minimum.at(oldest, pieces, versions)
+                np.maximum.at(newest, pieces, versions)
+        is_whole = (self.t_started == 0) & (self.terminated | self.truncated)
+        return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
+
+    def pieces_of(self, folder: DatasetFolder, table: Any) -> Ints:
+        """The number of the environment's episode of each of a module's chunks, i64[P].
+
+        If fragments are missing, an episode is there in pieces: a chunk is of the piece in which its last step ends.
+        """
+        stops, first_of = self.t_started + self.num_steps, self._first_of
+        most = 1 + int(stops.max(initial=0))
+        order = np.lexsort((stops, first_of))
+        ends = first_of[order] * most + stops[order]
+        texts = table.column(ENV_EPS_ID).combine_chunks().cast("string").to_pylist()
+        keys = zip(numbers_in(table, "run").tolist(), texts, strict=True)
+        mine = np.array([self._places.get(key, -1) for key in keys], np.int64)
+        stopped = numbers_in(table, _STOPPED)
+        at = np.searchsorted(ends, mine * most + np.minimum(stopped, most - 1))
+        pieces: Ints = order[np.minimum(at, len(order) - 1)]
+        wrong = (
+            (mine < 0) | (first_of[pieces] != mine) | (stopped > stops[pieces]) | (stopped <= self.t_started[pieces])
+        )
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise damaged(folder.path, f"its chunk {row} ends in no chunk of {ENV_EPISODES}")
+        return pieces

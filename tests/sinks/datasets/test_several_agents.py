@@ -26,7 +26,7 @@ from stored_steps import env_steps_of, steps_in
 from rollflow import DatasetSink, DatasetSource, GeneralAdvantageEstimation, MultiAgentEpisode, MultiAgentRollout
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
-from rollflow.sinks.datasets.stored_agents import ModuleEpisodes
+from rollflow.sinks.datasets.parquet_episodes import ModuleEpisodes
 from rollflow.stream import DatasetError
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.tree import map_tree
