@@ -251,30 +251,3 @@ class Hooks:
         if is_new:
             self.tell("publish", version)
         return is_new
-
-
-class Hooked:
-    """What has hooks: a function can be given by a call, or by a decorator such as `@rollout.on_episode`.
-
-    Several functions of one kind are called in the order in which they came.
-    """
-
-    hooks: Hooks
-
-    def on_batch(self, function: C) -> C:
-        """Call a function with every train batch of a loop over `batches()`, before the loop gets it."""
-        return self.hooks.add("batch", function)
-
-    def on_episode(self, function: C) -> C:
-        """Call a function with each `FinishedEpisode`, before the loop gets the fragment, or the batch, that ends it.
-
-        In a graph it is called as the fragment leaves the rollout.
-        """
-        return self.hooks.add("episode", function)
-
-    def on_publish(self, function: C) -> C:
-        """Call a function with each policy version that is published, in the thread that publishes it.
-
-        Of several modules it gets a dict, module id -> version.
-        """
-        return self.hooks.add("publish", function)

@@ -20,7 +20,7 @@ from rollflow.nodes.env.environments import EnvKind
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
-from rollflow.nodes.metrics.episode_returns import Hooked
+from rollflow.nodes.metrics.episode_returns import C
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
@@ -47,7 +47,7 @@ F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
 
 
-class RolloutLoop(Hooked, abc.ABC, Generic[F]):
+class RolloutLoop(abc.ABC, Generic[F]):
     """Runs a ring of nodes that gives fragments, and hands them out a round at a time, one of every lane, once.
 
     env        environments, as they were given
@@ -444,6 +444,27 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         elif self._is_in_graph:
             lost += self._ledger.lost_of(made)
         return {cause: steps for cause, steps in lost.items() if steps}
+
+    # Functions that are called: one is given by a call, or by a decorator such as `@rollout.on_episode`. Several of one
+    # kind are called in the order in which they came.
+
+    def on_batch(self, function: C) -> C:
+        """Call a function with every train batch of a loop over `batches()`, before the loop gets it."""
+        return self.hooks.add("batch", function)
+
+    def on_episode(self, function: C) -> C:
+        """Call a function with each `FinishedEpisode`, before the loop gets the fragment, or the batch, that ends it.
+
+        In a graph it is called as the fragment leaves the rollout.
+        """
+        return self.hooks.add("episode", function)
+
+    def on_publish(self, function: C) -> C:
+        """Call a function with each policy version that is published, in the thread that publishes it.
+
+        Of several modules it gets a dict, module id -> version.
+        """
+        return self.hooks.add("publish", function)
 
     # Inside
 
