@@ -59,7 +59,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/rollout": (
         1530,
         17,
-    ),  # functions that users give, from metrics; columns on a device; words of other engines; slots apart; JaxEnvs by name
+    ),  # functions of users; columns on a device; words of other engines; slots apart; JaxEnvs by name
     "nodes/stages": (1957, 21),  # columns, faults on a device; lanes that stop, run ahead, or are begun; inference mode
     "policy": (394, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (868, 21),
