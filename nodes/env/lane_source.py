@@ -121,6 +121,7 @@ class LaneSource:
     is_shared                whether other processes may look at what lanes record
     is_started, is_closed    True once it is
     unrecorded_steps         transitions of vector steps that raised: some of them may not have been made
+    lost_steps               transitions that were under way if environments were lost: only workers and hosts are
     has_fixed_lanes          True if no lane is added, and none but those that are set aside leaves
     listener                 is told of lanes that are lost, come and go: see `report_lanes_to`
     deviations               of what environments give: the first of each kind is logged
@@ -136,7 +137,8 @@ class LaneSource:
 
     has_fixed_lanes = True
     may_wait = True
-    has_own_thread = False
+    has_own_thread = is_draining = False
+    lost_steps = 0
     may_be_async = False  # whether environments may answer for some of a lane's slots at a time
     does = "step"  # what a lane comes back from, in a trace
 
@@ -234,16 +236,6 @@ class LaneSource:
     def stages(self, elapsed_s: float) -> list[NodeReport]:
         """Reports of the stages that are elsewhere: there are none."""
         return []
-
-    @property
-    def is_draining(self) -> bool:
-        """True if lanes come back without having made a step, since no more are asked for."""
-        return False
-
-    @property
-    def lost_steps(self) -> int:
-        """Transitions that were under way if environments were lost: only workers and hosts are."""
-        return 0
 
     @property
     def report_notes(self) -> Sequence[str]:

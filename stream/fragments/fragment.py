@@ -128,6 +128,7 @@ class NoFragment:
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 _NO_ROWS = np.empty(0, np.int64)
+_FEW_BYTES = 1 << 16  # that caches hold
 _NUMBERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # by their bytes
 
 
@@ -265,16 +266,19 @@ class Fragment:
     def in_chunk_order(self, rows: NDArray[Any]) -> NDArray[Any]:
         """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new array any[num_steps, ...]."""
         (are_whole, places), (num_rows, num_slots, *shape) = self.row_order, rows.shape
+        is_all = are_whole and len(places) == num_slots
+        if is_all and rows.nbytes < _FEW_BYTES:
+            return np.array(rows.swapaxes(0, 1), order="C").reshape(num_rows * num_slots, *shape)  # a size may be 0
         spare, size = self.layout.spare, math.prod(shape)
         number = _NUMBERS.get(rows.itemsize * size)
         if are_whole and number is not None:
-            numbers, is_all = rows.reshape(num_rows, num_slots, size).view(number)[..., 0], len(places) == num_slots
+            numbers = rows.reshape(num_rows, num_slots, size).view(number)[..., 0]
             turned, step = spare.empty((len(places), num_rows), number), max(16, 4096 // max(1, num_slots))
             # Of all rows at a time a cache holds too few: that takes twice the time.
             for row in range(0, num_rows, step):
                 block = numbers[row : row + step]
                 turned[:, row : row + step] = (block if is_all else block.take(places, axis=1)).swapaxes(0, 1)
-            return turned.view(rows.dtype).reshape(len(places) * num_rows, *shape)  # a size may be 0: no -1
+            return turned.view(rows.dtype).reshape(len(places) * num_rows, *shape)
         if are_whole:
             places = (places[:, None] + np.arange(num_rows) * num_slots).reshape(-1)
         made = spare.empty((len(places), *shape), rows.dtype)
@@ -421,7 +425,8 @@ class Fragment:
         """
         chunks, slots = self.chunks, self.layout.num_slots
         lengths = chunks.stop - chunks.start
-        total, own = int(lengths.sum()), chunks.slot[np.diff(chunks.slot, prepend=-1) > 0]
+        total = int(lengths.sum())
+        own = np.arange(slots) if total == self.num_rows * slots else np.unique(chunks.slot)
         if total == self.num_rows * len(own):
             return True, own
         begin = (chunks.start - self.first_row) * slots + chunks.slot

@@ -83,8 +83,6 @@ class Background(Protocol):
 
     A call with an item returns None. The outputs come from `completed()`. All methods are called in the thread that the
     graph runs in. The descriptor says that another thread or process has completed something.
-
-    While a call waits for what the node works on, an attribute `waits_in_call` is True: the doctor then asks `at_work`.
     """
 
     @property
@@ -125,6 +123,11 @@ class Observable(Protocol):
     def at_work(self, name: str, /) -> "Iterable[Wait]":
         """What the node of this name works on or waits for right now, for the stall doctor. From another thread."""
         return ()
+
+    @property
+    def waits_in_call(self) -> bool:
+        """True while a call waits for what the node works on: the doctor then asks `at_work`."""
+        return False
 
     def take_report(self, report: "Callable[[], Report]", /) -> None:
         """Take what gives the run's report at any time, when the run begins. In an event loop."""

@@ -44,8 +44,8 @@ class LanesElsewhere(LaneSource):
 
     late_suffix = ""
     steps_while_draining = True
-    is_closed = is_draining = False
-    in_flight = lost_steps = 0
+    is_closed = False
+    in_flight = 0
 
     def __init__(
         self, env: Any, *, step_timeout: float | None = 60.0, reset_timeout: float | None = 120.0, **options: Any
