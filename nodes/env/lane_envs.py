@@ -43,6 +43,7 @@ COMMON_INFO = "__common__"  # the key of infos that are no agent's; told to nobo
 
 _NAMES = ("observations", "rewards", "terminateds", "truncateds", "infos")
 _FLAGS = ("terminateds", "truncateds")
+_NO_INFOS: AgentInfos = ()  # there is one empty tuple: nearly every step has it
 _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 _MAPPING_ERRORS = (AttributeError, KeyError, TypeError, ValueError)  # of what is no dict, or has unknown agents
 
@@ -370,9 +371,8 @@ class ArrayEnvs:
         if self._steps_made in CHECKED_STEPS:
             self._check(trees)
         self._steps_made += 1
-        for name, flags in (("terminateds", terminateds), ("truncateds", truncateds)):
-            if not (isinstance(flags, np.ndarray) and flags.dtype is _BOOL and flags.shape == self._shape):
-                raise EnvError(f"{self._first_named}: {name} are {shown(flags)}, expected bool[{self.num_envs}]")
+        self._check_flags("terminateds", terminateds)
+        self._check_flags("truncateds", truncateds)
         if len(rewards) != len(self.parts):
             raise EnvError(f"rewards of {len(rewards)} parts, expected {len(self.parts)}")
         (ended, truncated), flagged = self._none_ended, self._none_flagged
@@ -384,9 +384,11 @@ class ArrayEnvs:
         for part, tree in enumerate(observations):
             parts.append(PartStep(Observed(None, tree), self._rewards(rewards[part], part), *flagged[part]))
         self._slots.steps += 1
-        infos = self._checked_infos(infos, range(self.num_envs), "infos")
         observed = self._first(first, ended) if len(ended) else ()
-        first_infos = self._checked_infos(first_infos, ended.tolist(), "first infos")
+        if infos is not _NO_INFOS:
+            infos = self._checked_infos(infos, range(self.num_envs), "infos")
+        if first_infos is not _NO_INFOS:
+            first_infos = self._checked_infos(first_infos, ended.tolist(), "first infos")
         return VectorStep(parts, ended, truncated, observed, infos, first_infos)
 
     def number_from(self, first_env: int) -> None:
@@ -404,6 +406,10 @@ class ArrayEnvs:
         for check, tree, first in zip(self._checks, observations, self._slots.bounds, strict=False):
             flat = map_tree(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
             check.rows(flat, partial(self._named, first))
+
+    def _check_flags(self, name: str, flags: Any) -> None:
+        if not (isinstance(flags, np.ndarray) and flags.dtype is _BOOL and flags.shape == self._shape):
+            raise EnvError(f"{self._first_named}: {name} are {shown(flags)}, expected bool[{self.num_envs}]")
 
     @property
     def _first_named(self) -> str:
@@ -476,8 +482,6 @@ class ArrayEnvs:
 
     def _checked_infos(self, infos: Any, envs: Sequence[int], name: str) -> AgentInfos:
         """Infos of these environments. Raises EnvError for what is not agent -> dict."""
-        if type(infos) is tuple and not infos:
-            return ()
         if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
             raise EnvError(
                 f"{self._first_named}: {name} are {shown(infos)}, expected a dict for each of "
