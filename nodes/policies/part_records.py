@@ -86,8 +86,8 @@ def name_of(kind: str, thing: Any, where: str) -> str:
         raise PolicyError(f"{where}: {thing!r} has no name by which it could be found again; {remedy}")
     if "<" in qualified or module == "__main__":
         raise PolicyError(
-            f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or a {kind} on the top "
-            f"level of a module that can be imported{_EXPORT if kind == 'module' else ''}"
+            f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or one on the top "
+            f"level of a file that can be imported{_EXPORT if kind == 'module' else ''}"
         )
     return f"{module}:{qualified}"
 
