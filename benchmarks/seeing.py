@@ -28,7 +28,11 @@ from rollflow.stream.observe.run_socket import FOLDER
 SLOTS = (1, 64, 1024)
 AIM, LOOKED_AT_AIM, TRACE_AIM = 0.99, 0.98, 0.95
 PORT = 9127
-LOGS = {"TensorBoard": "tensorboard:{folder}/runs", "CSV": "csv:{folder}/run.csv", "Prometheus": f"prometheus:{PORT}"}
+LOGS = {
+    "TensorBoard": "tensorboard:{folder}/runs",
+    "JSON lines": "jsonl:{folder}/run.jsonl",
+    "Prometheus": f"prometheus:{PORT}",
+}
 _SCRAPER = """
 import time, urllib.request
 while True:

@@ -1,6 +1,5 @@
 """Destinations of a log: their interface, their kinds, and how a text names one."""
 
-import csv
 import importlib
 import importlib.util
 import json
@@ -15,9 +14,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TextIO, get_args
 
-from rollflow.nodes.logs.figures import GLOBAL_STEP, PLACE, Axis, Figure, Row, busiest_stage, figure_of
+from rollflow.nodes.logs.figures import GLOBAL_STEP, Axis, Figure, Row, busiest_stage, figure_of
 from rollflow.stream.data.errors import MetricsError
-from rollflow.stream.data.system import lock_file, require_packages, unlock_file
+from rollflow.stream.data.system import require_packages
 from rollflow.stream.graph.report import duration_text
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.trace import check_trace
@@ -27,83 +26,7 @@ logger = logging.getLogger(__name__)
 _LINE_S = 60.0  # between two lines, where none can be written over
 _LOOPBACK = "127.0.0.1"
 _MLFLOW_MOST = 1000  # metrics in a batch
-_BEGINNING = ",".join(PLACE)  # of a CSV file
-_LONGEST = 1 << 20  # a header of one, in characters
-_IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
-
-
-class CsvFile:
-    """File of comma-separated values: a column for each name, and `steps`, `updates` and `time`, seconds since 1970.
-
-    A file that is there is added to. If a new name comes up the file is written anew, with one more column, in which
-    the rows before have nothing.
-
-    Raises MetricsError if the file can't be written, has other columns, or another log writes to it.
-    """
-
-    _file: TextIO
-
-    def __init__(self, target: str) -> None:
-        self._path, self._target = checked_path(target, "csv"), target
-        self._names: list[str] = []
-        line = self._first_line()
-        if line and not line.startswith(_BEGINNING):
-            raise MetricsError(
-                f"log='csv:{target}' begins with {line[:40]!r}, expected a new file, or one that begins with "
-                f"{_BEGINNING!r}"
-            )
-
-    def open(self) -> None:
-        """Open the file, with a header if it is new."""
-        self._file = _appended(self._path)
-        if not _locked(self._file, self._path):
-            self.close()
-            raise MetricsError(
-                f"log='csv:{self._target}': another run, or one that was not closed, writes to this file, and each "
-                "would lose rows of the other; expected a file for each"
-            )
-        self._names = next(csv.reader([self._first_line()]), [])
-        if not self._names:
-            self._names = list(PLACE)
-            self._write(self._names)
-
-    def write(self, row: Row) -> None:
-        """Write one line."""
-        new = [name for name in row.values if name not in self._names]
-        if new:
-            self._widen([*self._names, *new])
-        fields = {**row.place, **row.values}
-        self._write([fields.get(name, "") for name in self._names])
-
-    def close(self) -> None:
-        """Close the file, and let others write to it, also if a process that was forked still has it."""
-        if not self._file.closed:
-            unlock_file(self._file)
-        self._file.close()
-
-    def _first_line(self) -> str:
-        if not self._path.exists():
-            return ""
-        with self._path.open(newline="", errors="replace") as file:
-            return file.readline(_LONGEST)
-
-    def _widen(self, names: list[str]) -> None:
-        """Write the file anew with more columns; a kill leaves the old one or the new one."""
-        wider, before = self._path.with_name(f"{self._path.name}.new"), self._file
-        with self._path.open(newline="") as old, wider.open("w", newline="") as new:
-            lines, rows = csv.writer(new), csv.reader(old)
-            next(rows)
-            lines.writerow(names)
-            lines.writerows([*row, *[""] * (len(names) - len(row))] for row in rows)
-        self._names, self._file = names, _appended(wider)
-        _locked(self._file, wider)
-        os.replace(wider, self._path)
-        unlock_file(before)  # held until now, so that nobody else takes the file meanwhile
-        before.close()
-
-    def _write(self, fields: list[Any]) -> None:
-        csv.writer(self._file).writerow(fields)
-        self._file.flush()
+_IN_FILES = ("jsonl", "tensorboard")  # kinds whose targets are paths
 
 
 class Progress:
@@ -374,15 +297,10 @@ def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
     return path.absolute()
 
 
-def _locked(file: TextIO, path: Path) -> bool:
-    """Lock a file for as long as it is open; False if another one has, or has put a new one in its place."""
-    return lock_file(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-
-
 def _appended(path: Path) -> TextIO:
     """The file, opened to add lines; what a kill has left of a last line is ended."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", newline="")
+    file = path.open("a")
     if file.tell():
         with path.open("rb") as written:
             written.seek(-1, os.SEEK_END)
@@ -408,7 +326,6 @@ class Destination(Protocol):
 
 
 KINDS: Mapping[str, tuple[Callable[[str], Destination], str, str]] = {
-    "csv": (CsvFile, "", ""),
     "jsonl": (jsonl_of, "", ""),
     "mlflow": (mlflow_of, "mlflow", "mlflow"),
     "progress": (Progress, "rich", "view"),
@@ -472,7 +389,7 @@ class LogOptions:
         if self.axis not in get_args(Axis):
             raise MetricsError(f"log_x is {self.axis!r}, expected {', '.join(map(repr, get_args(Axis)))}")
         if self.log is not None and not isinstance(self.log, str | list | tuple):
-            raise MetricsError(f"log is {self.log!r}, expected a text such as 'csv:run.csv', or a list of them")
+            raise MetricsError(f"log is {self.log!r}, expected a text such as 'jsonl:run.jsonl', or a list of them")
         check_trace(self.trace)
         for text in self.texts:
             destination_of(text)

@@ -95,7 +95,7 @@ class Rollout(RolloutLoop[Fragment]):
     seed                     None      Of environments and sampling; None: a fresh one, to be read from `seed`. A list
                                        has one for each slot's environment; the rest follows from all of them
     log                      None      Where its figures are written, such as "tensorboard:runs/1"; or a list of them.
-                                       Kinds: csv, jsonl, mlflow, progress, prometheus, tensorboard, wandb
+                                       Kinds: jsonl, mlflow, progress, prometheus, tensorboard, wandb
     watch                    Watch     `Watch`: the stall doctor, a trace, how often rows of the log are written
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where

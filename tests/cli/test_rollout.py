@@ -33,7 +33,7 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
         arguments = ["--env", "CartPole-v1", "--num-envs", 4, "--lanes", 2, "--fragment-length", 8]
         arguments += ["--num-fragments", 3, "--module", "mine:Small", "--env-to-module", "mine:flat", "--seed", 1]
         arguments += ["--trainer", trainer.address, "--secret-file", tmp_path / "key", "--name", "worker-1"]
-        arguments += ["--log", "csv:run.csv", "--log", "tensorboard:runs"]
+        arguments += ["--log", "jsonl:run.jsonl", "--log", "tensorboard:runs"]
         arguments += ["--progress"]
         with command("rollout", *arguments, cwd=tmp_path) as process:
             fragments = []
@@ -43,7 +43,7 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
             assert process.wait() == 0
             told = process.stderr.read()
     assert sorted(fragments) == [(lane, sequence, 8) for lane in (0, 1) for sequence in range(3)]
-    assert (tmp_path / "run.csv").read_text().startswith("steps,updates,time,")
+    assert (tmp_path / "run.jsonl").read_text().startswith('{"steps": ')
     assert len(list((tmp_path / "runs").glob("events.out.tfevents.*"))) == 1
     assert "\n3 of 3 updates in " in f"\n{told}"
     *_, conclusion, last = told.splitlines()

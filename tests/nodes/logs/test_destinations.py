@@ -1,6 +1,5 @@
 """What a log is written to: files, trackers, servers that are scraped, and what is refused."""
 
-import csv
 import json
 import math
 import os
@@ -29,54 +28,6 @@ def write(text: str, *rows: Row) -> None:
     for row in rows:
         destination.write(row)
     destination.close()
-
-
-def csv_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_has_a_column_for_each_name_and_a_wider_file_where_one_comes_up(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "run.csv"
-    write(f"csv:{path}", row_of(10, a=1.5), row_of(20, b=math.nan, a=2), row_of(30, b=3.0))
-    place = [{"steps": str(n), "updates": str(n // 10), "time": str(1000.5 + n)} for n in (10, 20, 30)]
-    values = [{"a": "1.5", "b": ""}, {"a": "2", "b": "nan"}, {"a": "", "b": "3.0"}]
-    assert csv_rows(path) == [left | right for left, right in zip(place, values, strict=True)]
-    assert os.listdir(path.parent) == ["run.csv"]
-
-
-def test_csv_that_is_there_is_added_to_also_behind_a_cut_line(tmp_path: Path) -> None:
-    path = tmp_path / "run.csv"
-    write(f"csv:{path}", row_of(10, a=1.5))
-    with path.open("a") as file:
-        file.write("20,2")  # as a kill leaves it
-    write(f"csv:{path}", row_of(30, b=3.0, a=4.0))
-    rows = [(row["steps"], row["a"], row["b"]) for row in csv_rows(path)]
-    assert rows == [("10", "1.5", ""), ("20", "", ""), ("30", "4.0", "3.0")]
-
-
-def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Path) -> None:
-    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}") for _ in range(2))
-    one.open()
-    with pytest.raises(MetricsError, match="writes to this file, and each would lose rows of the other"):
-        other.open()
-    one.write(row_of(10, a=1.5))  # puts a wider file in its place
-    with pytest.raises(MetricsError, match="writes to this file"):
-        other.open()
-    one.close()
-    other.open()
-    other.write(row_of(20, b=3.0))
-    other.close()
-    assert [(row["a"], row["b"]) for row in csv_rows(tmp_path / "run.csv")] == [("1.5", ""), ("", "3.0")]
-
-
-@pytest.mark.parametrize("data", [b"when,what\n1,2\n", b"\x89PNG\xff\x00", b"\x00" * (2 << 20)])
-def test_csv_of_somebody_else_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "other.csv").write_bytes(data)
-    told = r"begins with .*, expected a new file, or one that begins with 'steps,updates,time'"
-    with pytest.raises(MetricsError, match=told):
-        LogOptions(f"csv:{tmp_path}/other.csv")
-    assert (tmp_path / "other.csv").read_bytes() == data
 
 
 def test_json_lines_have_an_object_each_and_null_for_what_json_does_not_know(tmp_path: Path) -> None:
@@ -222,16 +173,22 @@ def test_a_missing_package_is_named(text: str, extra: str, monkeypatch: pytest.M
         LogOptions(text)
 
 
-UNKNOWN = r"expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: csv, jsonl, "
+UNKNOWN = r"expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: jsonl, "
 PORT = "expected PORT or HOST:PORT, a port from 0 to 65535"
 REFUSED: list[tuple[Any, str]] = [
-    *(({"log": [text]}, UNKNOWN) for text in ("tensorboard", "tensorbord:runs", ":x", "", "CSV:run.csv", 7)),
+    *(({"log": [text]}, UNKNOWN) for text in ("tensorboard", "tensorbord:runs", ":x", "", "JSONL:run.jsonl", 7)),
     *(({"log": f"prometheus:{target}"}, PORT) for target in ("", "web", "70000", "-1", "localhost:", "1.5")),
     ({"log": "mlflow:"}, "log='mlflow:' names no experiment, expected 'mlflow:EXPERIMENT'"),
     ({"log": "progress:run"}, "log='progress:run' names a target, expected 'progress:'"),
-    ({"log": 7}, "log is 7, expected a text such as 'csv:run.csv', or a list of them"),
-    ({"log": ["csv:x.csv", "csv:x.csv"]}, "log has 'csv:x.csv' and 'csv:x.csv', expected each place once"),
-    ({"log": ["csv:x.csv", "csv:./x.csv"]}, "log has 'csv:x.csv' and 'csv:./x.csv', expected each place once"),
+    ({"log": 7}, "log is 7, expected a text such as 'jsonl:run.jsonl', or a list of them"),
+    (
+        {"log": ["jsonl:x.jsonl", "jsonl:x.jsonl"]},
+        "log has 'jsonl:x.jsonl' and 'jsonl:x.jsonl', expected each place once",
+    ),
+    (
+        {"log": ["jsonl:x.jsonl", "jsonl:./x.jsonl"]},
+        "log has 'jsonl:x.jsonl' and 'jsonl:./x.jsonl', expected each place once",
+    ),
     ({"every": 0}, "log_every is 0, expected a number of seconds above 0"),
     ({"every": "1"}, "log_every is '1', expected a number of seconds above 0"),
     ({"every": math.inf}, "log_every is inf, expected a number of seconds above 0"),
@@ -245,7 +202,7 @@ def test_options_that_cannot_be_worked_with_are_refused(options: Any, text: str)
         LogOptions(**options)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
+@pytest.mark.parametrize("kind", ["jsonl", "tensorboard"])
 @pytest.mark.parametrize("place", ["", "there/x", "other", "/dev/zero"])
 def test_a_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path, kind: str, place: str) -> None:
     is_folder = kind == "tensorboard"

@@ -843,7 +843,9 @@ def test_a_builder_may_take_the_spaces_and_a_device_too() -> None:
 
 @pytest.mark.parametrize("where", ["inline", "processes"])
 def test_a_default_module_does_not_fit_a_pipeline_edited_after_it(where: Any, tmp_path: Path) -> None:
-    rollout = Rollout("CartPole-v1", where=where, fragment_length=4, num_fragments=1, log=f"csv:{tmp_path}/rows.csv")
+    rollout = Rollout(
+        "CartPole-v1", where=where, fragment_length=4, num_fragments=1, log=f"jsonl:{tmp_path}/rows.jsonl"
+    )
     rollout.env_to_module.prepend(FrameStacking(num_frames=2))
     for begin in (lambda: Graph().add(rollout=rollout), rollout.__enter__):
         with pytest.raises(ModuleError, match="env_to_module was edited: it leaves observations in Box"):

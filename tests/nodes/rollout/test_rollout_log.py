@@ -1,6 +1,5 @@
 """What a rollout logs, however it runs and ends."""
 
-import csv
 import json
 import os
 import signal
@@ -148,7 +147,7 @@ def test_an_error_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
     program = (
         "from rollflow import Rollout, Watch\n"
-        "with Rollout('CartPole-v1', seed=0, log='csv:run.csv', watch=Watch(log_every=3600)) as rollout:\n"
+        "with Rollout('CartPole-v1', seed=0, log='jsonl:run.jsonl', watch=Watch(log_every=3600)) as rollout:\n"
         "    for number, batch in enumerate(rollout.batches()):\n"
         "        rollout.log('train/loss', 0.5)\n"
         "        if number == 1:\n"
@@ -163,16 +162,15 @@ def test_ctrl_c_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert "\nKeyboardInterrupt\n" in errors, errors  # a note may say which step it broke off
     assert "chain.py" not in errors, errors  # nor any other frame of rollflow's inside
-    with (tmp_path / "run.csv").open(newline="") as file:
-        [row] = csv.DictReader(file)
-    assert float(row["train/loss"]) == 0.5
-    assert int(row["time/iterations"]) >= 2
+    [row] = rows_of(tmp_path / "run.jsonl")
+    assert row["train/loss"] == 0.5
+    assert row["time/iterations"] >= 2
 
 
 def test_a_log_that_cannot_be_opened_closes_the_environments(tmp_path: Path) -> None:
     before = held_here()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        log = [f"csv:{tmp_path}/run.csv", f"prometheus:{taken.getsockname()[1]}"]
+        log = [f"jsonl:{tmp_path}/run.jsonl", f"prometheus:{taken.getsockname()[1]}"]
         rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), log=log)
         with pytest.raises(OSError, match="expected a free port"):
             rollout.start()

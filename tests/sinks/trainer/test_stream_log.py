@@ -112,7 +112,7 @@ def test_a_batch_that_can_not_be_made_is_not_made_for_ever(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"log": "nowhere"}, "kinds: csv, jsonl"),
+        ({"log": "nowhere"}, "kinds: jsonl, "),
         ({"watch": Watch(trace="none/run.trace")}, "expected a file in a folder that is there"),
     ],
     ids=["log", "trace"],
