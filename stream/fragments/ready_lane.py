@@ -13,6 +13,7 @@ slot that is under way move to the next fragment, in which its step ends.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from rollflow.stream.fragments.lane import Lane, check_reset_rewards
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes
 
 Slots = NDArray[np.int64]
-_NO_FLAT: tuple[Any, ...] = None, None, None
+_Flat = tuple[NDArray[Any], Any, tuple[int, ...]]
 _Array = np.ndarray
 _FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
@@ -77,9 +78,9 @@ class ReadyLane(Lane):
         self._num_ahead: float = 0  # fragments, the first ones, at whose ends none is waited for
         self._answers = self._answers_before = self._turns = 0  # answers in the fragment, in those before, and turns
         self._places = self.everyone + layout.lookback * layout.num_slots  # row * N + slot, of all slots
-        self._turn = self._places.copy()  # of the turn's slots
+        self._turn: Any = self._places.copy()  # of the turn's slots, as `_index_of` gives them
         # By the number of slots in a turn: columns by name, with their rows end to end, dtype, and shape of the values.
-        self._flat: dict[int, dict[str, tuple[NDArray[Any], Any, tuple[int, ...]]]] = {}
+        self._flat: dict[int, dict[str, _Flat]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a first observation
         self._lost, self._gone = self._resets.copy(), self._resets.copy()  # of those, that stay in their rows; for good
         self._has_lost = False  # whether any is lost
@@ -130,13 +131,13 @@ class ReadyLane(Lane):
         """Write `actions` and every extra output, trees of arrays `any[K, ...]`, for the turn's slots; see `Lane`."""
         if outputs.keys() != self._outputs:
             self._take_outputs(outputs)
-        self._put(self._turn, outputs)
+        self._put(self._turn, len(self.episodes.slots), outputs)
         if self.policy_version != self._version_written or self.at_start:
             self._version_written = version = self.policy_version
             versions = self.fragment.columns[Columns.POLICY_VERSION].tree
             # Later rows are written too, but for actions that are under way.
             first = self._places + self.layout.num_slots
-            first[self.episodes.slots] = self._turn
+            first[self.episodes.slots] -= self.layout.num_slots
             versions[np.arange(versions.size).reshape(versions.shape) >= first] = version
 
     def record_step(  # type: ignore[override]  # of some slots
@@ -213,7 +214,8 @@ class ReadyLane(Lane):
         """Write all but the observations of answers, and move their slots on; the slots and their observations."""
         observations, rewards, terminateds, truncateds, infos, slots, final = answers
         places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
-        self._rewards[places] = rewards
+        index = _index_of(places)
+        self._rewards[index] = rewards
         after, has_begun = places + self.layout.num_slots, 1 in were_reset.tobytes()
         if has_begun:
             begun = slots[were_reset]
@@ -236,7 +238,7 @@ class ReadyLane(Lane):
         if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
             if has_begun:
                 terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
-            self._put(places, {Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds})
+            self._put(index, count, {Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds})
             done = terminateds | truncateds
             if final is None:
                 self._resets[slots] |= done
@@ -262,9 +264,9 @@ class ReadyLane(Lane):
     def _begin_turn(self, parts: Sequence[tuple[Slots, Tree]]) -> None:
         """Begin a turn of answers' slots, whose newest observations are to be recorded."""
         slots, observations = joined_answers(parts, self.layout.num_slots)
-        self._turn, is_settled = self._places[slots], self.observation_space is self.observation_spaces[0]
+        self._turn, is_settled = _index_of(self._places[slots]), self.observation_space is self.observation_spaces[0]
         if is_settled:
-            observations = self._put(self._turn, {Columns.OBS: observations})
+            observations = self._put(self._turn, len(slots), {Columns.OBS: observations})
         else:
             observations = self.columns.cast(self.observation_spaces[0], observations, len(slots))
         if self._finals:
@@ -278,21 +280,27 @@ class ReadyLane(Lane):
     def _take_observations(self, observations: Tree) -> None:
         self._begin_turn([(self.everyone, observations)])
 
-    def _put(self, places: Slots, given: Mapping[str, Tree]) -> Tree:
-        """Write columns' values, any[K, ...], to places, i64[K]; return those of the last, in its column's dtypes."""
-        flat, values = self._flat.setdefault(len(places), {}), None
+    def _put(self, index: Any, count: int, given: Mapping[str, Tree]) -> Tree:
+        """Write columns' values, any[count, ...], to the places of an index; those of the last, in its dtypes."""
+        flat, values = self._flat[count], None
         for name, values in given.items():
-            rows, dtype, shape = flat.get(name) or _NO_FLAT
+            rows, dtype, shape = flat.get(name) or self._flat_of(name, count)
             if type(values) is _Array and values.dtype is dtype and values.shape == shape:
-                rows[places] = values
+                rows[index] = values
                 continue
-            column, slots = self.fragment.columns[name], self.layout.num_slots
-            values = column.cast(values, len(places))
-            if isinstance(column.tree, np.ndarray):
-                rows = column.tree.reshape(slots * len(column.tree), *column.tree.shape[2:])
-                flat[name] = rows, rows.dtype, values.shape
-            column.write_items(places // slots, places % slots, values)
+            column = self.fragment.columns[name]
+            values = column.cast(values, count)
+            for leaf, value in zip(leaves_of(column.tree), leaves_of(values), strict=True):
+                leaf.reshape(-1, *leaf.shape[2:])[index] = value
         return values
+
+    def _flat_of(self, name: str, count: int) -> _Flat:
+        """A column's rows end to end, for so many slots: see `_flat`; of a nested one its first leaf's, and no dtype."""
+        tree = self.fragment.columns[name].tree
+        leaf = leaves_of(tree)[0]
+        rows = leaf.reshape(-1, *leaf.shape[2:])
+        made = self._flat[count][name] = rows, leaf.dtype if tree is leaf else None, (count, *rows.shape[1:])
+        return made
 
     def _keep_infos(self, slots: Slots, infos: Mapping[str, Any]) -> None:
         for place, (slot, row) in enumerate(zip(slots.tolist(), self.at[slots].tolist(), strict=True)):
@@ -339,7 +347,7 @@ class ReadyLane(Lane):
                 leaf[first + is_obs : last + is_obs][beyond] = 0
         old.seal_at(stops)
         self._places = self.everyone + lookback * self.layout.num_slots
-        self._turn = self._places[self.episodes.slots]
+        self._turn = _index_of(self._places[self.episodes.slots])
         self._begin_fragment()
         self.at_start, self.is_full = True, False
         return old
@@ -351,12 +359,20 @@ class ReadyLane(Lane):
         self._enough = layout.num_slots * layout.num_rows // 2 - (0 if self._is_ahead else layout.num_slots - 1)
         self._answers_before, self._answers, self._turns = self._answers_before + self._answers, 0, 0
         self._look_at = layout.num_rows  # up to which no slot has filled its rows
-        self._rewards, self._flat = self.fragment.columns[Columns.REWARDS].tree.reshape(-1), {}
+        self._rewards, self._flat = self.fragment.columns[Columns.REWARDS].tree.reshape(-1), defaultdict(dict)
 
     def release(self) -> None:
         super().release()
         self.has_stopped, self._flat, self._rewards = True, {}, np.empty(0, np.float32)
         self._finals.clear()
+
+
+def _index_of(places: Slots) -> Any:
+    """Places, i64[K], as an index: a slice if it is one, which is read and written in a fraction of the time."""
+    if len(places) != 1:
+        return places
+    place = places.item()
+    return slice(place, place + 1)
 
 
 def joined_answers(parts: Sequence[tuple[Slots, Tree]], num_slots: int) -> tuple[Slots, Tree]:
