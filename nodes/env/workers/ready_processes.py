@@ -5,6 +5,7 @@ import selectors
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from itertools import accumulate
 from time import monotonic
 from typing import Any
@@ -36,15 +37,31 @@ from rollflow.stream.observe.waits import Wait
 _RESET = LanePhase.RESETTING, LanePhase.READY  # phases of workers that are asked for resets, or have been
 
 
+class SlotPhase(IntEnum):
+    """State of a slot, whose worker may be lost and begin anew with it."""
+
+    HELD = 0  # the lane has its answer
+    ASKED = 1  # the lane waits for its answer
+    LOST = 2  # the same, but its worker is lost
+    LOST_HELD = 3  # its worker is lost, and the lane does not wait for it
+    BEGUN = 4  # it has begun anew, which the lane that waits for it is told next
+    EARLY = 5  # it has begun anew before the lane waits for it
+
+
+_HELD, _ASKED, _LOST, _LOST_HELD, _BEGUN, _EARLY = SlotPhase
+# The phases that follow on each of these once a slot has answered, and once its worker is lost.
+_ANSWERED = _HELD, _HELD, _BEGUN, _EARLY
+_GIVEN_UP = _LOST_HELD, _LOST, _LOST, _LOST_HELD, _LOST, _LOST_HELD
+
+
 class SlotsLink(LaneLink):
     """The link to a worker that steps some slots of a lane.
 
     slots      their numbers
-    asks       steps that were asked for and have no answer yet
     answers    so far
     """
 
-    asks = answers = 0
+    answers = 0
 
     def __init__(self, slots: range, *of_every_link: Any) -> None:
         self.slots = slots
@@ -62,7 +79,8 @@ class SlotsLink(LaneLink):
     @property
     def progress(self) -> tuple[int, Activity]:
         turns, doing = super().progress
-        is_idle = doing is Activity.STEP and not self.asks  # which is another thing at each look
+        is_idle = doing is Activity.STEP and not any(self.node.asked_at[slot] for slot in self.slots)
+        # Then it is at another thing at each look.
         return (-int(monotonic() * 1e9) if is_idle else 2 * self.answers + turns), doing
 
     def lose(self, reason: str) -> int:
@@ -76,7 +94,6 @@ class SlotsLink(LaneLink):
         self.send(frame(FrameKind.BLOCK, number=node.block.size), node.block.fd)
         self.send(frame(FrameKind.ANSWERS), node.answers_to)
         self.send(frame(FrameKind.RESET))
-        self.asks = len(slots)
         for slot in slots:
             node.beside.pop(slot, None)  # of an answer that was cut short
             node.asked_at[slot] = clock()
@@ -119,10 +136,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._all.register(self._answers_from, selectors.EVENT_READ)
         self.beside: dict[int, dict[str, Any]] = {}
         self._kept: list[int] = []  # slots whose answers are to be handed over next
-        self._begun: dict[int, str] = {}  # slots that have begun anew, and why
-        self._to_leave: list[int] = []  # slots of `_to_end` that never do, once what they answered has been taken
-        self._awaited = set[int]()  # slots that the lane waits for
-        self._early = set[int]()  # that have begun anew before the lane waits for them
+        self._to_leave: list[int] = []  # lost slots that never begin anew, once what they answered has been taken
         self.block: SharedBlock | None = None
         self._columns: dict[str, Column] = {}
         self._observations: Tree = None  # rows of those columns
@@ -134,7 +148,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         count = count_of(env, num_envs)
         sizes = sizes_of(count, min(count, self._asked_workers or core_count()))
         firsts = accumulate(sizes, initial=0)
-        self.asked_at = [0] * count
+        self.asked_at, self._phases = [0] * count, [_ASKED] * count
         self._parts = [range(first, first + size) for first, size in zip(firsts, sizes, strict=False)]
         made = super()._made(env, num_envs, len(sizes))
         one = made[0]
@@ -153,7 +167,6 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._poll.register(self._selector.fileno(), POLLIN)
         self._all.register(self._selector.fileno(), selectors.EVENT_READ)
         self._link_of = [link for link in self.remotes for _ in link.slots]
-        self._awaited.update(range(count))
         self._step_of = [frame(FrameKind.STEP, number=slot) for slot in range(count)]
         return [one]
 
@@ -166,26 +179,27 @@ class ReadyProcesses(ReadySlots, WorkerNode):
 
     def close(self) -> None:
         """End the worker processes; steps that were under way in lost ones are lost."""
-        if self._resets is None and not self.is_closed:
-            self._let_go(list(self._to_end))
+        if not self.is_closed:
+            self._let_go(range(self.num_envs))
         super().close()
 
     def completed(self) -> Iterator[Any]:
         yield from super().completed()
-        if self.is_draining and not any(link.asks for link in self.remotes):
+        if self.is_draining and not any(self.asked_at):
             self.in_flight = 0  # there is nothing to be waited for
 
     def finish(self) -> Iterator[Any]:
-        self._let_go(list(self._to_end))
+        self._let_go(range(self.num_envs))
         yield from super().finish()
 
     # For `ReadySlots`
 
     def _taken(self, lane: Any, came: list[Any]) -> Any:
         if self._resets is not None:  # what a worker answered before it was lost does not count
-            if any(link.asks or link.phase not in _RESET for link in self.remotes):
+            if any(self.asked_at) or any(link.phase not in _RESET for link in self.remotes):
                 return None
             self._resets, came = list(range(self.num_envs)), []
+            self._phases = [_HELD] * self.num_envs
         return super()._taken(lane, came)
 
     def _send(self, slots: Any, actions: Tree) -> None:
@@ -193,17 +207,17 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             self._actions[slots] = actions
         else:
             self._columns[Columns.ACTIONS].write_items(0, slots, actions)
-        sent, now = slots.tolist(), clock()
-        self._awaited.update(sent)
-        for slot in sent:
-            if slot in self._early:
-                self._early.remove(slot)
+        now, phases = clock(), self._phases
+        for slot in slots.tolist():
+            phase = phases[slot]
+            if phase is _HELD:
+                phases[slot], self.asked_at[slot] = _ASKED, now
+                self._link_of[slot].send(self._step_of[slot])
+            elif phase is _EARLY:
+                phases[slot] = _BEGUN
                 self._kept.append(slot)
-            elif slot not in self._to_end:  # else it begins anew, and answers once it has
-                link = self._link_of[slot]
-                link.asks += 1
-                self.asked_at[slot] = now
-                link.send(self._step_of[slot])
+            else:  # it answers once it has begun anew
+                phases[slot] = _LOST
 
     def _heard_within(self, wait_s: float) -> list[Any]:
         if self._to_leave:
@@ -219,30 +233,31 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             for remote in due:
                 self._set_out(remote)
         came, self._kept = self._kept, []
-        if self._begun:
-            self._early.update(slot for slot in came if slot not in self._awaited)
-            came = [slot for slot in came if slot in self._awaited]
-        self._awaited.difference_update(came)
+        if self._to_end:
+            self._tell_begun(came)
+            came = [slot for slot in came if self._phases[slot] is not _LOST]  # again, since it has begun anew
         return came
 
     def _read(self) -> list[int]:
-        """The slots that have answered."""
+        """The slots that have answered, and that the lane waits for."""
         try:
             told = memoryview(os.read(self._answers_from, 8 * self.num_envs)).cast("q").tolist()
         except BlockingIOError:
             return []
+        now, phases, asked_at, add = clock(), self._phases, self.asked_at, self.call_times.add
         slots = told if min(told) >= 0 else [max(slot, ~slot) for slot in told]
-        now, add = clock(), self.call_times.add
         for slot in slots:
-            link = self._link_of[slot]
-            link.asks, link.answers = link.asks - 1, link.answers + 1
-            if began := self.asked_at[slot]:
+            self._link_of[slot].answers += 1
+            if began := asked_at[slot]:
                 add(now - began)
-                self.asked_at[slot] = 0
-            if slot in self._to_end:
-                self._begun[slot] = self._to_end.pop(slot)
-        if slots is not told:
-            slots = [slot for slot, each in zip(slots, told, strict=True) if each >= 0 or self._has_all_of(slot)]
+                asked_at[slot] = 0
+            phases[slot] = _ANSWERED[phases[slot]]
+        if self._to_end:
+            slots = [slot for slot in slots if phases[slot] is not _EARLY]
+        for slot in [~each for each in told if each < 0] if slots is not told else ():
+            if not self._has_all_of(slot):
+                phases[slot] = _LOST if slot in slots else _LOST_HELD
+                slots = [each for each in slots if each != slot]
         return slots
 
     def _has_all_of(self, slot: int) -> bool:
@@ -253,11 +268,10 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         return slot in self.beside
 
     def _joined(self, came: list[Any]) -> SlotAnswers:
-        if self._begun:
-            self._tell_begun(came)
         came.sort()
         columns, slots = self._columns, np.array(came)
-        rewards, terminateds, truncateds = (rows[slots] for rows in self._rows)
+        rewards, terminateds, truncateds = self._rows
+        rewards, terminateds, truncateds = rewards[slots], terminateds[slots], truncateds[slots]
         infos: Any = {}
         final = None
         if self.beside:
@@ -267,7 +281,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
                 final = columns[FINAL_OBS].items(0, slots[terminateds | truncateds]), final_infos
         observations: Tree = self._observations
         if isinstance(observations, np.ndarray):
-            observations = observations[slots]
+            observations = observations.take(slots, 0)
         else:
             observations = columns[Columns.OBS].items(0, slots)
         return SlotAnswers(observations, rewards, terminateds, truncateds, infos, slots, final)
@@ -286,16 +300,12 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         """Have the open episodes of a worker's slots end, once these begin anew."""
         self._kept += self._read()  # what it has answered before
         super().give_up(remote, reason)
-        remote.asks = 0
         for slot in remote.slots:
             self.asked_at[slot] = 0
-        if self._resets is not None:  # all of its slots are reset again
-            return
-        for slot in self._early.intersection(remote.slots):
-            self._early.remove(slot)
-            self._begun.pop(slot)
-        self._to_end |= dict.fromkeys(remote.slots, reason)
-        if self.is_draining:
+            if self._resets is None:  # else all of its slots are reset again
+                self._phases[slot] = _GIVEN_UP[self._phases[slot]]
+                self._to_end[slot] = reason
+        if self.is_draining and self._resets is None:
             self._to_leave += remote.slots
 
     def _leave(self, remote: Any) -> Iterator[Any]:
@@ -310,21 +320,22 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             ).see("worker")
         return iter(())
 
-    def _tell_begun(self, slots: Sequence[int]) -> None:
-        """Tell the lane of slots among these that have begun anew."""
-        lane, begun = self.lanes[0], {slot: self._begun.pop(slot) for slot in slots if slot in self._begun}
-        for reason in set(begun.values()):
-            slots = [slot for slot in begun if begun[slot] == reason]
-            self.lost_steps += lane.lose(reason, np.array(slots))
+    def _tell_begun(self, slots: Sequence[int], *phases: SlotPhase) -> list[int]:
+        """Tell the lane of those among slots that are in one of some phases, BEGUN if none is given: these."""
+        lane, phases = self.lanes[0], phases or (_BEGUN,)
+        begun = [slot for slot in slots if self._phases[slot] in phases and slot in self._to_end]
+        reasons = {slot: self._to_end.pop(slot) for slot in begun}
+        for reason in set(reasons.values()):
+            self.lost_steps += lane.lose(reason, np.array([slot for slot in begun if reasons[slot] == reason]))
+        for slot in begun:
+            self._phases[slot] = _HELD
+        return begun
 
     def _let_go(self, slots: Sequence[int]) -> None:
-        """Have lost slots answer no more."""
-        if self._resets is not None or not len(slots):
-            return
-        self._begun |= {slot: self._to_end.pop(slot) for slot in slots if slot in self._to_end}
-        self._tell_begun(slots)
-        self.lanes[0].give_up(np.array(slots))
-        self._has_given_up = True
+        """Have those among slots that are lost answer no more."""
+        if self._resets is None and (lost := self._tell_begun(slots, _LOST, _LOST_HELD)):
+            self.lanes[0].give_up(np.array(lost))
+            self._has_given_up = True
 
     def _end(self) -> None:
         super()._end()

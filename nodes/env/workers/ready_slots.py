@@ -95,11 +95,14 @@ class ReadySlots(LanesElsewhere):
 
     def close(self) -> None:
         """End what steps the slots; steps under way are counted as made."""
-        for lane in self.lanes if self._resets is None and not self.is_closed else ():
-            lane.stop(is_sent=bool(self.in_flight))
+        self._stop_lanes()
         super().close()
 
     # Inside
+
+    def _stop_lanes(self) -> None:
+        for lane in self.lanes if self._resets is None and not self.is_closed else ():
+            lane.stop(is_sent=bool(self.in_flight))
 
     def _lane(self, index: int, envs: Any, first_slot: int) -> Any:
         layout = self.kind.layout(self, index, envs, self.seed)  # type: ignore[union-attr]
@@ -123,16 +126,15 @@ class ReadySlots(LanesElsewhere):
             for index, text in self.deadlines.overdue().items():
                 for _ in self._late(self.remotes[index], text):
                     pass
-        if came and self._max_wait and self._resets is None:
-            until = perf_counter() + self._max_wait
-            # What a slot answers once it has begun anew does not go with what it answered before.
-            while not self._to_end and len(came) < self.num_envs and (left := until - perf_counter()) > 0:
-                came += self._heard_within(left)
         return came
 
     def _taken(self, lane: Any, came: list[Any]) -> Any:
         """The lane with answers; None while first resets are missing."""
         if self._resets is None:
+            until = perf_counter() + self._max_wait if self._max_wait and not self.is_draining else 0.0
+            # What a slot answers once it has begun anew does not go with what it answered before.
+            while until and not self._to_end and len(came) < self.num_envs and (left := until - perf_counter()) > 0:
+                came += self._heard_within(left)
             answers = self._joined(came)
             step, self._answers = self._answers // self.num_envs, self._answers + len(answers.slots)
             if step in CHECKED_STEPS:
@@ -243,10 +245,18 @@ class ReadyThreads(ReadySlots):
         return f"{super().describe()}, a thread each"
 
     def close(self) -> None:
-        """End the threads, once they have done the step that they are at, and close the environments."""
+        """End the threads, once they have done the step that they are at, and close the environments.
+
+        If a thread hangs, they stay open, and so does what the thread tells by.
+        """
         for remote in self.remotes:
             remote.asks.put(None)
-        if not self.is_closed and not hang("slots", [remote.thread for remote in self.remotes]):
+        if self.is_closed:
+            return
+        if hang("slots", [remote.thread for remote in self.remotes]):
+            self._stop_lanes()
+            self._release()
+        else:
             super().close()
         self.is_closed = True
 
@@ -304,7 +314,8 @@ class ReadyThreads(ReadySlots):
         share = (self._load[1] - used) / (self._load[0] - since)
         if since and (share < (_MOST_SHARED if self._shares_core else _LEAST_SHARED)) != self._shares_core:
             self._shares_core = not self._shares_core
-            self._cores = self._cores or os.sched_getaffinity(0)
+            if self._shares_core:
+                self._cores = os.sched_getaffinity(0)
             self._core = {sorted(self._cores)[get_native_id() % len(self._cores)]}
             for native_id in (0, *(each.native_id for each in self.remotes if not each.is_in_reset)):
                 self._run_on(native_id)
@@ -318,7 +329,7 @@ class ReadyThreads(ReadySlots):
         """A reset within a step begins, or has ended: what it starts, as simulators, is not to share the core."""
         remote = self.remotes[slot]
         remote.activity.turn()
-        if self._cores:
+        if self._shares_core:
             self._run_on(0, is_free=remote.is_in_reset)
 
     def _waits_for(self, remote: SlotThread, name: str, began: float | None, age_s: float) -> Iterator[Wait]:

@@ -209,7 +209,17 @@ def test_where_no_lane_is_left_the_run_ends_with_the_reasons(where: Any, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.wait_times(close_s=0.1)
-def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("forward", "late", "hang"),
+    [
+        (Forward(), "lane 1, vector step 0", "lanes [1]"),
+        (Forward(max_batch=2), "lane 0, slot 1", "slots [1]"),
+    ],
+    ids=["lanes", "slots apart"],
+)
+def test_a_thread_that_hangs_is_named(
+    forward: Forward, late: str, hang: str, caplog: pytest.LogCaptureFixture
+) -> None:
     release = []
 
     class Hangs(NumberedEnv):
@@ -219,11 +229,14 @@ def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
             return super().step(action)
 
     makers = [partial(Hangs, slot) for slot in range(2)]
-    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, timeouts=Timeouts(step=1.0))
-    with pytest.raises(EnvError, match=r"lane 1, vector step 0: no answer to a step within 1\.0 s"), rollout:
+    options: Any = {"where": "threads", "forward": forward, "timeouts": Timeouts(step=1.0)}
+    rollout = Rollout(makers, module=NumberedModule(), seed=0, **options)
+    with pytest.raises(EnvError, match=late + r": no answer to a step within 1\.0 s"), rollout:
         next(iter(rollout.fragments()))
-    assert "the environments of lanes [1] hang" in caplog.text
+    assert f"the environments of {hang} hang" in caplog.text
     release.append(True)
+    if forward.max_batch:
+        assert all(lane.has_stopped and not lane.fragment.columns for lane in rollout.environments.lanes)
 
 
 class FailsFirst(NumberedEnv):
