@@ -163,12 +163,13 @@ class ReadyLane(Lane):
         With the last answers of a fragment that is not ahead, all that is under way is received: the turn has every
         slot.
         """
-        parts = [self._take_in((observations, rewards, terminateds, truncateds, infos, slots, final))]
+        self._take_in(observations, rewards, terminateds, truncateds, infos, slots, final)
+        parts: Sequence[tuple[Slots, Tree]] = ((slots, observations),)
         self._turns += 1
         if self._answers >= self._enough or (self._turns >= self._look_at and self._has_filled_rows()):
             self.is_full = True
             if not self._is_ahead:
-                parts += self._received(slots)
+                parts = (*parts, *self._received(slots))
         self._begin_turn(parts)
         self.vector_steps = (self._answers_before + self._answers) // self.layout.num_slots
 
@@ -210,9 +211,17 @@ class ReadyLane(Lane):
         """Wait for slots, i64[K], that have been lost, no more: there are no answers for them."""
         self._gone[slots] = True
 
-    def _take_in(self, answers: tuple[Any, ...]) -> tuple[Slots, Tree]:
-        """Write all but the observations of answers, and move their slots on; the slots and their observations."""
-        observations, rewards, terminateds, truncateds, infos, slots, final = answers
+    def _take_in(
+        self,
+        observations: Tree,
+        rewards: NDArray[Any],
+        terminateds: NDArray[np.bool_],
+        truncateds: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        slots: Slots,
+        final: tuple[Tree, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write all but the observations of answers, and move their slots on: see `record_step`."""
         places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
         index = _index_of(places)
         self._rewards[index] = rewards
@@ -248,7 +257,6 @@ class ReadyLane(Lane):
                     self._final_infos.of_slots[int(slots[place])] = copied(info_of(final[1], place))
         if infos:
             self._keep_infos(slots, infos)
-        return slots, observations
 
     def _received(self, turn: Slots) -> list[tuple[Slots, Tree]]:
         """Receive all answers for slots outside of a turn, i64[K]: their slots and observations."""
@@ -257,8 +265,9 @@ class ReadyLane(Lane):
         while (awaited & ~self._gone).any():
             answer = self._receive()
             if answer is not None:
-                received.append(self._take_in(answer))
-                awaited[received[-1][0]] = False
+                self._take_in(*answer)
+                received.append((answer.slots, answer.observations))
+                awaited[answer.slots] = False
         return received
 
     def _begin_turn(self, parts: Sequence[tuple[Slots, Tree]]) -> None:
@@ -291,14 +300,14 @@ class ReadyLane(Lane):
             column = self.fragment.columns[name]
             values = column.cast(values, count)
             for leaf, value in zip(leaves_of(column.tree), leaves_of(values), strict=True):
-                leaf.reshape(-1, *leaf.shape[2:])[index] = value
+                _end_to_end(leaf)[index] = value
         return values
 
     def _flat_of(self, name: str, count: int) -> _Flat:
         """A column's rows end to end, for so many slots: see `_flat`; of a nested one its first leaf's, and no dtype."""
         tree = self.fragment.columns[name].tree
         leaf = leaves_of(tree)[0]
-        rows = leaf.reshape(-1, *leaf.shape[2:])
+        rows = _end_to_end(leaf)
         made = self._flat[count][name] = rows, leaf.dtype if tree is leaf else None, (count, *rows.shape[1:])
         return made
 
@@ -365,6 +374,11 @@ class ReadyLane(Lane):
         super().release()
         self.has_stopped, self._flat, self._rewards = True, {}, np.empty(0, np.float32)
         self._finals.clear()
+
+
+def _end_to_end(leaf: NDArray[Any]) -> NDArray[Any]:
+    """The rows of an array any[rows, N, ...] end to end: any[rows * N, ...]."""
+    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
 def _index_of(places: Slots) -> Any:

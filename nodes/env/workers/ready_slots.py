@@ -50,7 +50,6 @@ class ReadySlots(LanesElsewhere):
         self._max_wait = max_wait
         self._rings = False  # whether slots that have answered are to say so by the descriptor
         self._resets: list[Any] | None = []  # what has been answered to the first resets; None: all have come
-        self._answers = 0  # since then
         self._to_end: dict[int, str] = {}  # slots that were lost, until they begin anew, and why
         super().__init__(env, **options)
         self._check = ObservationCheck(self.observation_space, self.deviations, f"lane {self._first_lane}, ")
@@ -135,8 +134,7 @@ class ReadySlots(LanesElsewhere):
             # What a slot answers once it has begun anew does not go with what it answered before.
             while until and not self._to_end and len(came) < self.num_envs and (left := until - perf_counter()) > 0:
                 came += self._heard_within(left)
-            answers = self._joined(came)
-            step, self._answers = self._answers // self.num_envs, self._answers + len(answers.slots)
+            answers, step = self._joined(came), lane.vector_steps
             if step in CHECKED_STEPS:
                 self._check.slots(answers.observations, step, answers.slots, dtypes=False)
                 self._look_at_load()

@@ -10,7 +10,7 @@ from property_examples import examples, strategies
 
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
-from rollflow.stream.fragments.ready_lane import ReadyLane
+from rollflow.stream.fragments.ready_lane import ReadyLane, SlotAnswers
 
 
 class Setting(NamedTuple):
@@ -93,7 +93,7 @@ class Slots:
             self.pending[slot] = self._reset(slot)
         assert self.lane.lose("gone", np.array(slots, np.int64)) == len(slots)
 
-    def receive(self) -> tuple[Any, ...]:
+    def receive(self) -> SlotAnswers:
         """The answers for some slots, as the lane takes them."""
         slots = self._some(1)
         answers = [self.pending.pop(slot) for slot in slots]
@@ -104,7 +104,8 @@ class Slots:
         joined = np.array([each[0] for each in finals if each]), SlotInfos([each[1] for each in last])
         final = joined if self._drawn.is_joined else None
         flags = np.array(terminateds), np.array(truncateds)
-        return np.stack(observations), np.array(rewards), *flags, SlotInfos(infos), np.array(slots), final
+        answered = np.stack(observations), np.array(rewards), *flags, SlotInfos(infos), np.array(slots)
+        return SlotAnswers(*answered, final)
 
     def _some(self, least: int) -> list[int]:
         slots = self._data.draw(st.permutations(sorted(self.pending)))
