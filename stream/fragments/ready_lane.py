@@ -39,7 +39,7 @@ _FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
 class SlotAnswers(NamedTuple):
     """Answers for K slots, none of them twice, as `ReadyLane.record_step` takes them."""
 
-    observations: Tree  # any[K, ...]
+    observations: Tree  # any[K, ...], arrays that the source does not write to again
     rewards: NDArray[Any]  # number[K]
     terminateds: NDArray[np.bool_]  # bool[K]
     truncateds: NDArray[np.bool_]  # bool[K]
@@ -140,36 +140,19 @@ class ReadyLane(Lane):
             first[self.episodes.slots] -= self.layout.num_slots
             versions[np.arange(versions.size).reshape(versions.shape) >= first] = version
 
-    def record_step(  # type: ignore[override]  # of some slots
-        self,
-        observations: Tree,
-        rewards: NDArray[Any],
-        terminateds: NDArray[np.bool_],
-        truncateds: NDArray[np.bool_],
-        infos: Mapping[str, Any],
-        slots: Slots,
-        final: tuple[Tree, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Write the answers for K slots, none of them twice; their slots are the next turn's.
-
-        observations               any[K, ...]  a tree of arrays that the source does not write to again
-        rewards                    number[K]
-        terminateds, truncateds    bool[K]
-        infos                      gymnasium's vector form, over the K slots
-        slots                      i64[K]
-        final                      last observations any[E, ...] of the E of them that ended, and infos as above, if
-                                   `observations` already has the next episodes' first
+    def record_step(self, *answers: Any) -> None:
+        """Write answers, as `SlotAnswers` has them; their slots are the next turn's.
 
         With the last answers of a fragment that is not ahead, all that is under way is received: the turn has every
         slot.
         """
-        self._take_in(observations, rewards, terminateds, truncateds, infos, slots, final)
-        parts: Sequence[tuple[Slots, Tree]] = ((slots, observations),)
+        self._take_in(answers)
+        parts: Sequence[tuple[Slots, Tree]] = ((answers[5], answers[0]),)
         self._turns += 1
         if self._answers >= self._enough or (self._turns >= self._look_at and self._has_filled_rows()):
             self.is_full = True
             if not self._is_ahead:
-                parts = (*parts, *self._received(slots))
+                parts = (*parts, *self._received(answers[5]))
         self._begin_turn(parts)
         self.vector_steps = (self._answers_before + self._answers) // self.layout.num_slots
 
@@ -211,17 +194,9 @@ class ReadyLane(Lane):
         """Wait for slots, i64[K], that have been lost, no more: there are no answers for them."""
         self._gone[slots] = True
 
-    def _take_in(
-        self,
-        observations: Tree,
-        rewards: NDArray[Any],
-        terminateds: NDArray[np.bool_],
-        truncateds: NDArray[np.bool_],
-        infos: Mapping[str, Any],
-        slots: Slots,
-        final: tuple[Tree, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Write all but the observations of answers, and move their slots on: see `record_step`."""
+    def _take_in(self, answers: tuple[Any, ...]) -> None:
+        """Write all but the observations of answers, and move their slots on."""
+        _, rewards, terminateds, truncateds, infos, slots, final = answers
         places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
         index = _index_of(places)
         self._rewards[index] = rewards
@@ -265,7 +240,7 @@ class ReadyLane(Lane):
         while (awaited & ~self._gone).any():
             answer = self._receive()
             if answer is not None:
-                self._take_in(*answer)
+                self._take_in(answer)
                 received.append((answer.slots, answer.observations))
                 awaited[answer.slots] = False
         return received

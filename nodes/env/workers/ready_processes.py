@@ -5,7 +5,6 @@ import selectors
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from itertools import accumulate
 from time import monotonic
 from typing import Any
@@ -37,18 +36,9 @@ from rollflow.stream.observe.waits import Wait
 _RESET = LanePhase.RESETTING, LanePhase.READY  # phases of workers that are asked for resets, or have been
 
 
-class SlotPhase(IntEnum):
-    """State of a slot, whose worker may be lost and begin anew with it."""
-
-    HELD = 0  # the lane has its answer
-    ASKED = 1  # the lane waits for its answer
-    LOST = 2  # the same, but its worker is lost
-    LOST_HELD = 3  # its worker is lost, and the lane does not wait for it
-    BEGUN = 4  # it has begun anew, which the lane that waits for it is told next
-    EARLY = 5  # it has begun anew before the lane waits for it
-
-
-_HELD, _ASKED, _LOST, _LOST_HELD, _BEGUN, _EARLY = SlotPhase
+# Phases of slots: the lane has its answer; waits for it; waits for it, but its worker is lost; the worker is lost, while
+# the lane has its answer; it has begun anew, which the lane is told next; it has begun anew while the lane does not wait.
+_HELD, _ASKED, _LOST, _LOST_HELD, _BEGUN, _EARLY = range(6)
 # The phases that follow on each of these once a slot has answered, and once its worker is lost.
 _ANSWERED = _HELD, _HELD, _BEGUN, _EARLY
 _GIVEN_UP = _LOST_HELD, _LOST, _LOST, _LOST_HELD, _LOST, _LOST_HELD
@@ -210,10 +200,10 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         now, phases = clock(), self._phases
         for slot in slots.tolist():
             phase = phases[slot]
-            if phase is _HELD:
+            if phase == _HELD:
                 phases[slot], self.asked_at[slot] = _ASKED, now
                 self._link_of[slot].send(self._step_of[slot])
-            elif phase is _EARLY:
+            elif phase == _EARLY:
                 phases[slot] = _BEGUN
                 self._kept.append(slot)
             else:  # it answers once it has begun anew
@@ -235,7 +225,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         came, self._kept = self._kept, []
         if self._to_end:
             self._tell_begun(came)
-            came = [slot for slot in came if self._phases[slot] is not _LOST]  # again, since it has begun anew
+            came = [slot for slot in came if self._phases[slot] != _LOST]  # again, since it has begun anew
         return came
 
     def _read(self) -> list[int]:
@@ -253,7 +243,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
                 asked_at[slot] = 0
             phases[slot] = _ANSWERED[phases[slot]]
         if self._to_end:
-            slots = [slot for slot in slots if phases[slot] is not _EARLY]
+            slots = [slot for slot in slots if phases[slot] != _EARLY]
         for slot in [~each for each in told if each < 0] if slots is not told else ():
             if not self._has_all_of(slot):
                 phases[slot] = _LOST if slot in slots else _LOST_HELD
@@ -320,7 +310,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             ).see("worker")
         return iter(())
 
-    def _tell_begun(self, slots: Sequence[int], *phases: SlotPhase) -> list[int]:
+    def _tell_begun(self, slots: Sequence[int], *phases: int) -> list[int]:
         """Tell the lane of those among slots that are in one of some phases, BEGUN if none is given: these."""
         lane, phases = self.lanes[0], phases or (_BEGUN,)
         begun = [slot for slot in slots if self._phases[slot] in phases and slot in self._to_end]

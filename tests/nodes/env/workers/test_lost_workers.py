@@ -217,9 +217,7 @@ def test_where_no_lane_is_left_the_run_ends_with_the_reasons(where: Any, tmp_pat
     ],
     ids=["lanes", "slots apart"],
 )
-def test_a_thread_that_hangs_is_named(
-    forward: Forward, late: str, hang: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_thread_that_hangs_is_named(forward: Forward, late: str, hang: str, caplog: pytest.LogCaptureFixture) -> None:
     release = []
 
     class Hangs(NumberedEnv):
