@@ -141,6 +141,8 @@ class Column:
     def items(self, rows: NDArray[np.int64] | int, slots: NDArray[np.int64]) -> Tree:
         """The items at these rows and slots, which broadcast to i64[K]: a tree of new arrays `any[K, ...]`."""
         if type(rows) is int:
+            if self._array is not None:
+                return self._array[rows].take(slots, axis=0)
             return map_tree(lambda leaf: leaf[rows].take(slots, axis=0), self.tree)
         return map_tree(lambda leaf: leaf[rows, slots], self.tree)
 

@@ -279,7 +279,7 @@ class ReadyLane(Lane):
         return values
 
     def _flat_of(self, name: str, count: int) -> _Flat:
-        """A column's rows end to end, for so many slots: see `_flat`; of a nested one its first leaf's, and no dtype."""
+        """A column as it is in `_flat`, for so many slots; of a nested one the first leaf, and no dtype."""
         tree = self.fragment.columns[name].tree
         leaf = leaves_of(tree)[0]
         rows = _end_to_end(leaf)

@@ -33,7 +33,7 @@ class FrameKind(IntEnum):
     MAKE = 1  # a descriptor, and the bytes behind it: how the environments are made
     LAYOUT = 2  # a descriptor, and the bytes behind it: a packed dict of seeds, and of rows, lookback or first_slot
     BLOCK = 3  # a descriptor, and the bytes behind it: a block
-    RESET = 4  # the row to write the first observations to
+    RESET = 4  # the row to write the first observations to; or a descriptor, the pipe that tells which slots answer
     STEP = 5  # the row to step with: its actions are in the block
     STEP_FOR_ENV = 6  # the same, with the block's `actions_for_env`
     SET_UP = 8  # a descriptor, and the bytes behind it: what else a whole rollout is made of
@@ -43,7 +43,6 @@ class FrameKind(IntEnum):
     FREE = 12  # (the block) nobody reads it any more
     DRAIN = 13  # what there is of the fragment is wanted now
     PHASE = 21  # a descriptor, and the bytes behind it: where the worker says what it is at, and how far
-    ANSWERS = 22  # a descriptor: the pipe by which slots are told that have answered
     # From the worker
     READY = 14  # length of a packed dict: spaces, slots, autoreset mode
     DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none

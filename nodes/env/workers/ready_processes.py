@@ -36,8 +36,9 @@ from rollflow.stream.observe.waits import Wait
 _RESET = LanePhase.RESETTING, LanePhase.READY  # phases of workers that are asked for resets, or have been
 
 
-# Phases of slots: the lane has its answer; waits for it; waits for it, but its worker is lost; the worker is lost, while
-# the lane has its answer; it has begun anew, which the lane is told next; it has begun anew while the lane does not wait.
+# Phases of slots: the lane has its answer; waits for it; waits for it, but its worker is lost; its worker is lost while
+# the lane has its answer; it has begun anew, which the lane is told next; it has begun anew while the lane has its
+# answer of before.
 _HELD, _ASKED, _LOST, _LOST_HELD, _BEGUN, _EARLY = range(6)
 # The phases that follow on each of these once a slot has answered, and once its worker is lost.
 _ANSWERED = _HELD, _HELD, _BEGUN, _EARLY
@@ -82,8 +83,7 @@ class SlotsLink(LaneLink):
         seeds = node.seeds_of_slots(first, len(slots), self.starts)
         self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds, "first_slot": slots[0], "slots": node.num_envs}))
         self.send(frame(FrameKind.BLOCK, number=node.block.size), node.block.fd)
-        self.send(frame(FrameKind.ANSWERS), node.answers_to)
-        self.send(frame(FrameKind.RESET))
+        self.send(frame(FrameKind.RESET), node.answers_to)
         for slot in slots:
             node.beside.pop(slot, None)  # of an answer that was cut short
             node.asked_at[slot] = clock()
@@ -129,9 +129,6 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         self._to_leave: list[int] = []  # lost slots that never begin anew, once what they answered has been taken
         self.block: SharedBlock | None = None
         self._columns: dict[str, Column] = {}
-        self._observations: Tree = None  # rows of those columns
-        self._actions: Tree = None
-        self._rows: list[Any] = []
         super().__init__(side_by_side(env), **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
@@ -151,9 +148,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             setattr(one, f"{kind}_space", batch_space(getattr(one, f"single_{kind}_space"), count))
         layout = lane_block(one.single_observation_space, one.single_action_space, count, 1, 0)
         self.block = SharedBlock(layout.size)
-        columns = self._columns = layout.columns(self.block.array())
-        self._observations, self._actions = (columns[name].row(0) for name in (Columns.OBS, Columns.ACTIONS))
-        self._rows = [columns[name].row(0) for name in ANSWERED]
+        self._columns = layout.columns(self.block.array())
         self._poll.register(self._selector.fileno(), POLLIN)
         self._all.register(self._selector.fileno(), selectors.EVENT_READ)
         self._link_of = [link for link in self.remotes for _ in link.slots]
@@ -193,10 +188,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         return super()._taken(lane, came)
 
     def _send(self, slots: Any, actions: Tree) -> None:
-        if isinstance(self._actions, np.ndarray):
-            self._actions[slots] = actions
-        else:
-            self._columns[Columns.ACTIONS].write_items(0, slots, actions)
+        self._columns[Columns.ACTIONS].write_items(0, slots, actions)
         now, phases = clock(), self._phases
         for slot in slots.tolist():
             phase = phases[slot]
@@ -260,8 +252,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
     def _joined(self, came: list[Any]) -> SlotAnswers:
         came.sort()
         columns, slots = self._columns, np.array(came)
-        rewards, terminateds, truncateds = self._rows
-        rewards, terminateds, truncateds = rewards[slots], terminateds[slots], truncateds[slots]
+        observations, rewards, terminateds, truncateds = [columns[name].items(0, slots) for name in ANSWERED]
         infos: Any = {}
         final = None
         if self.beside:
@@ -269,11 +260,6 @@ class ReadyProcesses(ReadySlots, WorkerNode):
             infos, final_infos = (SlotInfos([each.get(name, {}) for each in beside]) for name in ("info", "final_info"))
             if any("final_info" in each for each in beside):
                 final = columns[FINAL_OBS].items(0, slots[terminateds | truncateds]), final_infos
-        observations: Tree = self._observations
-        if isinstance(observations, np.ndarray):
-            observations = observations.take(slots, 0)
-        else:
-            observations = columns[Columns.OBS].items(0, slots)
         return SlotAnswers(observations, rewards, terminateds, truncateds, infos, slots, final)
 
     def _waits_for(self, remote: Any, name: str, began: float | None, age_s: float) -> Iterator[Wait]:
@@ -331,7 +317,7 @@ class ReadyProcesses(ReadySlots, WorkerNode):
         super()._end()
         self._all.close()
         self._pipe.clear()
-        self._columns, self._observations, self._actions, self._rows = {}, None, None, []
+        self._columns = {}
         if self.block is not None:
             self.block.close()
             self.block = None

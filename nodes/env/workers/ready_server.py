@@ -33,7 +33,7 @@ from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.tree import Tree, map_tree
 
-ANSWERED = Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS
+ANSWERED = Columns.OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS
 
 
 class ReadyServer(LaneServer):
@@ -50,6 +50,9 @@ class ReadyServer(LaneServer):
         if kind is FrameKind.STEP:
             return b""
         if kind is FrameKind.RESET:
+            if self._pipe >= 0:
+                os.close(self._pipe)
+            self._pipe = asked.fd
             for one, seed in zip(self._slots(), self._seeds, strict=True):
                 self._asked[frame(FrameKind.STEP, number=one.slot)] = one
                 self._give(one.slot, one.reset(seed))
@@ -63,11 +66,7 @@ class ReadyServer(LaneServer):
         elif kind is FrameKind.BLOCK:
             columns = self._columns = self._layout.columns(SharedBlock(asked.number, asked.fd).taken())
             self._actions = map_tree(lambda leaf: leaf[0], columns[Columns.ACTIONS].tree)
-            self._plain = [columns[name].tree[0] for name in ANSWERED]
-        elif kind is FrameKind.ANSWERS:
-            if self._pipe >= 0:
-                os.close(self._pipe)
-            self._pipe = asked.fd
+            self._plain = [columns[name].tree[0] for name in ANSWERED[1:]]
         else:
             self._asked, answer = {}, super()._do(asked)
             self._slots()  # or an error
@@ -108,8 +107,7 @@ class ReadyServer(LaneServer):
             return
         columns, slots = self._columns, np.array([slot])
         observations, rewards, terminateds, truncateds, infos, final = self._join([slot], [given])
-        answer = {Columns.OBS: observations, Columns.REWARDS: rewards}
-        answer |= {Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds}
+        answer = dict(zip(ANSWERED, (observations, rewards, terminateds, truncateds), strict=True))
         fields: dict[str, Any] = {"info": info_of(infos, 0)} if infos else {}
         if final is not None:
             answer[FINAL_OBS], fields["final_info"] = final[0], info_of(final[1], 0)

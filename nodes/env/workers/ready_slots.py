@@ -25,6 +25,7 @@ from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.thread_node import hang
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.system import wake_on_time
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.ready_lane import ReadyLane, SlotAnswers
 from rollflow.stream.graph.meter import clock
@@ -354,6 +355,7 @@ class ReadyThreads(ReadySlots):
         one, slot, get, put, times = remote.one, remote.index, remote.asks.get, self._answered.put, self.call_times
         remote.ident, number = get_ident(), 0
         remote.native_id = get_native_id()  # once both are known
+        wake_on_time()  # environments may sleep
         call: Any = one.reset
         while (asked := get()) is not None:
             remote.begun = began = clock()

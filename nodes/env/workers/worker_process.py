@@ -38,7 +38,7 @@ import cloudpickle
 
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError
-from rollflow.stream.data.system import at_fork, system_module
+from rollflow.stream.data.system import at_fork, system_module, wake_on_time
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import (
     DUMP_SIGNAL,
@@ -81,6 +81,7 @@ def become_worker(name: str, life: int) -> None:
     _is_worker = True
     with contextlib.suppress(OSError):  # there is no /proc
         Path("/proc/self/comm").write_text(name)
+    wake_on_time()  # environments may sleep
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
 
