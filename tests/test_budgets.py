@@ -70,7 +70,10 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/replay": (2152, 29),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2615, 25),  # numbers and episodes of rollouts checked, that the trainer counts with
     "stream": (64, 0),
-    "stream/data": (1426, 36),  # columns on a device, and their page; memory of what is gathered used again
+    "stream/data": (
+        1428,
+        36,
+    ),  # columns on a device, and their page; memory of what is gathered used again; a row's items
     "stream/episodes": (1670, 13),
     "stream/fragments": (
         1548,

@@ -4,7 +4,6 @@ import mmap
 import os
 import select
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -98,12 +97,6 @@ def unlock_file(file: int | TextIO) -> None:
     """Let others have the file, also if a process that was forked still has it open."""
     with suppress(OSError):  # of a disk without locks
         fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def wake_on_time() -> None:
-    """Have what this thread sleeps end when it is due: by default Linux takes 50 µs more, to wake up less often."""
-    with suppress(OSError):  # of another system
-        Path(f"/proc/{threading.get_native_id()}/timerslack_ns").write_text("1")
 
 
 def memory_bound() -> int:

@@ -31,7 +31,7 @@ from rollflow.stream.fragments.lane import Lane, check_reset_rewards
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes
 
 Slots = NDArray[np.int64]
-_Flat = tuple[NDArray[Any], Any, tuple[int, ...]]
+_NO_FLAT: tuple[Any, ...] = None, None, None
 _Array = np.ndarray
 _FLAGS = (Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
@@ -80,10 +80,9 @@ class ReadyLane(Lane):
         self._places = self.everyone + layout.lookback * layout.num_slots  # row * N + slot, of all slots
         self._turn: Any = self._places.copy()  # of the turn's slots, as `_index_of` gives them
         # By the number of slots in a turn: columns by name, with their rows end to end, dtype, and shape of the values.
-        self._flat: dict[int, dict[str, _Flat]] = {}
+        self._flat: dict[int, dict[str, tuple[Any, ...]]] = {}
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a first observation
         self._lost, self._gone = self._resets.copy(), self._resets.copy()  # of those, that stay in their rows; for good
-        self._has_lost = False  # whether any is lost
         self._came: list[Slots] = []  # slots whose answer has come since the turn began
         self._finals: list[tuple[Slots, Tree]] = []  # slots whose episodes those have ended, and last observations
         self._final_infos = SlotInfos(count=layout.num_slots)  # that go with these
@@ -186,7 +185,6 @@ class ReadyLane(Lane):
         """
         lost = slots[self._under_way[slots]]
         self._end_lost(lost, reason)
-        self._has_lost = self._has_lost or len(lost) > 0
         self._lost[lost] = self._resets[lost] = True
         return len(lost)
 
@@ -205,11 +203,10 @@ class ReadyLane(Lane):
             begun = slots[were_reset]
             check_reset_rewards(begun, rewards[were_reset])
             self.num_steps -= len(begun)
-            if self._has_lost:
+            if self._lost.any():
                 after -= self.layout.num_slots * self._lost[slots]
                 self._version_written = -1  # in their rows is that of the actions that were lost
                 self._lost[begun] = False
-                self._has_lost = bool(self._lost.any())
             self.episode_start[begun] = after[were_reset] // self.layout.num_slots
             self.episode_number[begun] += 1
             self._resets[begun] = False
@@ -268,23 +265,18 @@ class ReadyLane(Lane):
         """Write columns' values, any[count, ...], to the places of an index; those of the last, in its dtypes."""
         flat, values = self._flat[count], None
         for name, values in given.items():
-            rows, dtype, shape = flat.get(name) or self._flat_of(name, count)
+            rows, dtype, shape = flat.get(name) or _NO_FLAT
             if type(values) is _Array and values.dtype is dtype and values.shape == shape:
                 rows[index] = values
                 continue
             column = self.fragment.columns[name]
             values = column.cast(values, count)
+            if type(column.tree) is _Array:
+                rows = _end_to_end(column.tree)
+                flat[name] = rows, rows.dtype, values.shape
             for leaf, value in zip(leaves_of(column.tree), leaves_of(values), strict=True):
                 _end_to_end(leaf)[index] = value
         return values
-
-    def _flat_of(self, name: str, count: int) -> _Flat:
-        """A column as it is in `_flat`, for so many slots; of a nested one the first leaf, and no dtype."""
-        tree = self.fragment.columns[name].tree
-        leaf = leaves_of(tree)[0]
-        rows = _end_to_end(leaf)
-        made = self._flat[count][name] = rows, leaf.dtype if tree is leaf else None, (count, *rows.shape[1:])
-        return made
 
     def _keep_infos(self, slots: Slots, infos: Mapping[str, Any]) -> None:
         for place, (slot, row) in enumerate(zip(slots.tolist(), self.at[slots].tolist(), strict=True)):

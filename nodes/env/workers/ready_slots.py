@@ -19,13 +19,12 @@ from gymnasium.vector.utils import iterate
 from rollflow.nodes.env.env_source import side_by_side
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
 from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
-from rollflow.nodes.env.workers.job_thread import JobThread
+from rollflow.nodes.env.workers.job_thread import JobThread, wake_on_time
 from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.thread_node import hang
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.data.system import wake_on_time
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.ready_lane import ReadyLane, SlotAnswers
 from rollflow.stream.graph.meter import clock

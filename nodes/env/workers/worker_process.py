@@ -36,9 +36,10 @@ from typing import Any
 
 import cloudpickle
 
+from rollflow.nodes.env.workers.job_thread import wake_on_time
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError
-from rollflow.stream.data.system import at_fork, system_module, wake_on_time
+from rollflow.stream.data.system import at_fork, system_module
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import (
     DUMP_SIGNAL,
