@@ -119,3 +119,18 @@ def test_an_id_is_stepped_without_its_vectorized_form() -> None:
     with Rollout("CartPole-v1", num_envs=3, **{**APART, "module": None}) as rollout:
         assert "1 lane × 3 slots, a thread each" in rollout.explain()
         assert isinstance(next(rollout.fragments()).observation_space, gym.spaces.Box)
+
+
+def test_the_end_of_a_fragment_does_not_wait_for_a_full_pass() -> None:
+    class Last(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            while self.slot == 1 and not rollout.environments.waits_in_call:
+                time.sleep(0.001)
+            rollout.environments._max_wait = 60.0 if self.slot == 1 else 0.01
+            return super().step(action)
+
+    options = {**APART, "forward": Forward(max_batch=64, max_wait=0.01), "fragment_length": 1}
+    began = time.perf_counter()
+    with Rollout([lambda slot=slot: Last(slot) for slot in range(2)], **options) as rollout:
+        assert next(rollout.fragments()).num_steps >= 2
+    assert time.perf_counter() - began < 30
