@@ -9,6 +9,7 @@ from rollflow.nodes.env.workers.lane_status import LanePhase
 from rollflow.nodes.env.workers.worker_node import LaneLink, WorkerNode
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import noted
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.lane import Lane, LaneBlocks
@@ -106,11 +107,8 @@ class AgentLink(LaneLink):
         if self.phase is LanePhase.RESETTING:
             lane.reset(self._block.first(), infos)
         else:
-            try:
+            with noted(lane.where):
                 lane.record_step(self._block.step(infos, first_infos))
-            except Exception as error:
-                error.add_note(lane.where)
-                raise
         return self._taken()
 
 

@@ -154,7 +154,8 @@ class WorkerProcess:
             for other in theirs:
                 other.close()
         self.is_ours = True
-        self._pidfd = _pidfd_of(self.pid)
+        with contextlib.suppress(AttributeError, OSError):  # other systems have none, and some sandboxes don't know it
+            self._pidfd = os.pidfd_open(self.pid)
 
     @property
     def pid(self) -> int:
@@ -347,7 +348,7 @@ def _forked_off(
     server: Any = _servers.setdefault(preload, forkserver.ForkServer())
     if server is None:
         return None
-    outputs = [fd for fd in (1, 2) if _is_open(fd)]
+    outputs = [fd for fd in (1, 2) if os.path.exists(f"/proc/self/fd/{fd}")]
     program = _ForkedProgram(module, outputs, environment)
     for _ in range(2):  # it may have been killed just then
         try:
@@ -407,14 +408,6 @@ def _end_server() -> None:
 atexit.register(_end_server)
 
 
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], place: str = "a worker process") -> bytes:
     """A value, pickled for another process. Raises EnvError if it can't be, with the first of its parts that can't.
 
@@ -461,13 +454,6 @@ def end_all(workers: Sequence[WorkerProcess]) -> None:
                 limit,
             )
         worker.kill()
-
-
-def _pidfd_of(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # other systems have none, and some sandboxes don't know it
-        return -1
 
 
 # A process that this one forks would hold the other ends of its workers' sockets and pipes, and so keep them alive when
