@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -15,31 +14,14 @@ from typing import Any
 
 import pytest
 from feeding_rollouts import HASTY, SHORT, Feed, failing, feeding, sequences_of, trainer
-from hypothesis import Phase, given, settings, strategies as st
-from killable_trainer import FeedChild, Record, TrainerChild, check_whole, lost_by, record_of, records_of
+from killable_trainer import FeedChild, Record, TrainerChild, check_whole, lost_by, records_of
 from memory_lending import shared_address
-from property_examples import examples
-from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
 from rollflow.stream.net.dialler import Dialler
 from rollflow.stream.wire import Limits
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
-
-
-@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
-@given(cuts=st.lists(st.integers(0, 20_000), max_size=5), agents=st.sampled_from([0, 2]))
-def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[int], agents: int) -> None:
-    """It is cut after so many bytes."""
-    with trainer(yields="fragments", limits=HASTY) as stream:
-        with closing(BrokenWire(stream.address, lambda: cuts.pop() if cuts else None)) as wire:
-            more = {"lanes": 2, "num_fragments": 8, "agents": agents, "sink": {"limits": HASTY}}
-            with feeding(wire.address, **more) as feed:
-                taken = list(stream)
-    assert sequences_of(taken) == {0: list(range(8)), 1: list(range(8))}
-    check_whole([record_of(fragment) for fragment in taken])
-    assert sum(fragment.num_steps for fragment in taken) == feed.rollout.num_steps
 
 
 def end_whole(feed: Feed, child: TrainerChild, folder: Path) -> None:
@@ -87,39 +69,6 @@ def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(
             assert feed.sink._session.nbytes <= (1 << 20)
             child = TrainerChild(address, tmp_path, **{"ack": "auto", **options})
             end_whole(feed, child, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agents", [0, 2])
-def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int) -> None:
-    """Another one is started, while a second one goes on."""
-    drawn, limits, taken = random.Random(3), {"limits": HASTY}, dict[str, list[Record]]()
-    with trainer(yields="fragments", prefetch=2, **limits) as stream:
-        fragments = iter(stream)
-
-        def take() -> bool:
-            fragment = next(fragments, None)
-            if fragment is not None:
-                taken.setdefault(stream.handed[0].source, []).append(record_of(fragment))
-            return fragment is not None
-
-        more = {"lanes": 1, "agents": agents}
-        with feeding(stream.address, (10, 11), **more, sink={"name": "steady", **limits}) as steady:
-            for life in ("one", "two", "three"):
-                child = FeedChild(
-                    str(stream.address), [0, 1], seed=len(life), agents=agents, sink={"name": life, **limits}
-                )
-                last = 1 + drawn.randrange(4)
-                while len(taken.get(life, ())) < last:
-                    take()
-                child.kill()
-            steady.drain()
-            while take():
-                pass
-    for records in taken.values():
-        check_whole(records)
-    assert taken.keys() == {"one", "two", "three", "steady"}
-    assert sum(record.steps for record in taken["steady"]) == steady.rollout.num_steps
 
 
 @pytest.mark.slow
