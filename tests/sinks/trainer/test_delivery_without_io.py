@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from property_examples import examples
@@ -376,3 +378,33 @@ class Delivery(RuleBasedStateMachine):
 def test_every_fragment_is_handed_over_once_whatever_breaks_or_is_killed() -> None:
     drawn = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
     run_state_machine_as_test(Delivery, settings=drawn)
+
+
+ORDER = {"window": 4, "ahead": None, "version": 0, "needs": 1, "stays": False}
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (wire.Settings({}), "settings.window is None, expected a whole number"),
+        (wire.Settings(ORDER | {"ahead": "x"}), "settings.ahead is 'x', expected a whole number"),
+        (wire.Settings(ORDER | {"stays": 1}), "settings.stays is 1, expected true or false"),
+        (
+            wire.Weights(1, {"w": np.zeros(3, np.uint8)}, {"w": "none"}, {}),
+            "no weights: ModuleError: .*'none'",
+        ),
+        (wire.Weights(1, {"w": np.zeros(3, np.uint8)}, {"w": 7}, {}), "no weights: TypeError"),
+        (wire.Weights(1, {"w": None}, {}, {}), "no weights: TypeError"),
+    ],
+)
+def test_nonsense_of_a_trainer_ends_a_rollout_in_words(message: Any, told: str) -> None:
+    rollout = Rollout("it", 1)
+    peer: Peer[Any] = Peer(mock.Mock(), rollout.uplink.connection(0.0), "a trainer")
+    peer.dialled = mock.Mock()
+    with pytest.raises(WireError, match=told) as caught:
+        rollout.uplink.handle(peer, message, 0.0)
+    assert rollout.session.order is None
+    rollout.uplink._is_welcomed = True
+    with pytest.raises(WireError, match=f"^trainer unix:/nowhere: .*{told}"):
+        rollout.uplink.fail(peer, caught.value, 0.0)
+    assert peer.connection.error is not None  # which the trainer is told
