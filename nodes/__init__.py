@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         GaussianNoise as GaussianNoise,
         Linear as Linear,
         NormalizeAndClipActions as NormalizeAndClipActions,
-        OrnsteinUhlenbeckNoise as OrnsteinUhlenbeckNoise,
         Temperature as Temperature,
     )
     from rollflow.nodes.connectors.pipelines.adapting import (

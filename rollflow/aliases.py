@@ -21,7 +21,6 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
             "module_by_module",
         ),
         "rollflow.nodes.connectors.common.episode_columns": (
-            "AddLaneAndSlotToBatch",
             "AddObservationsFromEpisodesToBatch",
             "LAST_OBSERVATIONS",
             "AddStatesFromEpisodesToBatch",

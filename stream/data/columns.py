@@ -16,8 +16,6 @@ class Columns:
     AGENT_ID = "agent_id"
     MODULE_ID = "module_id"
     T = "t"
-    LANE = "lane"
-    SLOT = "slot"
     STATE_IN = "state_in"
     NEXT_STATE_IN = "next_state_in"
     STATE_OUT = "state_out"

@@ -654,16 +654,6 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
         """The last `count` observations at every step, `any[steps, count, ...]`: see `Fragment.recent_observations`."""
         return concatenate_trees([fragment.recent_observations(count) for fragment in self.fragments])
 
-    @property
-    def lanes(self) -> NDArray[np.int64]:
-        """i64[C]: the lane of each chunk."""
-        return np.repeat([each.lane for each in self.fragments], [len(each.chunks.slot) for each in self.fragments])
-
-    def env_slots(self) -> NDArray[np.int64]:
-        """i64[C]: the lane's slot that each chunk is from."""
-        slots = [each.env_slots(each.chunks.slot, each.chunks.number) for each in self.fragments]
-        return np.concatenate(slots)
-
     def chunk_index(self, field: str) -> NDArray[Any]:
         """One field of every fragment's `ChunkIndex`, end to end: `any[C]`."""
         return np.concatenate([getattr(fragment.chunks, field) for fragment in self.fragments])

@@ -239,10 +239,6 @@ class SlotLane:
         """The current fragment, with columns by the names that the module of a slot uses."""
         return self.fragment
 
-    def envs_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The environments of slots, i64[K]."""
-        return slots
-
     def parent_of(self, slot: int) -> str | None:
         """The id of the multi-agent episode that the episode of a slot is a part of; None: of none."""
         return None

@@ -130,10 +130,6 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
             self._made = [self.lane.live(slot) for slot in self.slots.tolist()]
         return self._made[index]
 
-    def env_slots(self) -> NDArray[np.int64]:
-        """i64[K]: the number in the lane of each episode's environment."""
-        return self.lane.envs_of(self.slots)
-
     def show(self, observations: Tree, *, is_settled: bool, dtypes_of: gym.Space[Any] | None = None) -> None:
         """Set the latest observations, a tree of arrays `any[K, ...]` that is not written to.
 

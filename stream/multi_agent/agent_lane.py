@@ -369,6 +369,7 @@ class AgentLane(SlotLane):
         return self.fragment_for(self._module_shown(slot))
 
     def envs_of(self, slots: Slots) -> Slots:
+        """The environments of slots, i64[K]."""
         envs: Slots = slots // len(self.part.agents)
         return envs
 

@@ -53,42 +53,6 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
         return {Columns.OBS: episode.get_observations(at)}
 
 
-class AddLaneAndSlotToBatch(ActingOrLearning):
-    """Adds `lane` and `slot`, i64[B] each: the rollout's lane that a row is of, and its environment in the lane.
-
-    as_learner_connector    True: a row for each step of the episodes; False: a row for each episode
-
-    A module that needs to know where a row comes from reads them from its batch; nothing is recorded. With several
-    agents `slot` is the environment's number in the lane. Raises ConnectorError for an episode of no rollout.
-    """
-
-    on_device = False
-
-    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
-        if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
-            slots = episodes.env_slots()
-            batch[Columns.LANE] = np.full(len(slots), episodes.lane.index, np.int64)
-            batch[Columns.SLOT] = slots
-        elif isinstance(episodes, FragmentEpisodes) and self.as_learner_connector:
-            batch[Columns.LANE] = np.repeat(episodes.lanes, episodes.lengths)
-            batch[Columns.SLOT] = np.repeat(episodes.env_slots(), episodes.lengths)
-        else:
-            self._add_of_episodes(batch, episodes, self._numbers, learns=self.as_learner_connector)
-        return batch
-
-    def _numbers(self, episode: SingleAgentEpisode) -> dict[str, Any]:
-        numbers: dict[str, Any] = {Columns.LANE: episode.lane, Columns.SLOT: episode.slot}
-        for column, number in numbers.items():
-            if number is None:
-                raise ConnectorError(
-                    f"episode '{episode.id_}' has no {column}, expected an episode that a rollout hands out, and none "
-                    "that was built by hand"
-                )
-        if not self.as_learner_connector:
-            return {column: np.int64(number) for column, number in numbers.items()}
-        return {column: np.full(len(episode), number, np.int64) for column, number in numbers.items()}
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class FrameStacking(ColumnPiece):
     """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.

@@ -668,8 +668,6 @@ class ClipActions(NormalizeAndClipActions):
 
 
 Schedule = Callable[[int], float]
-ACTION_NOISE = "action_noise"
-"""Column of the noise that was added to each action, where later noise depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -754,11 +752,11 @@ class _Exploration(ActionPiece):
             refuse_unusable(_rows(batch[self.takes]), shared, episodes, distribution_for(space))
         elif self.takes == Columns.ACTION_DIST_INPUTS:
             shared[CHOSEN_BY] = distribution_for(space)
-        self._explore(batch, episodes, space, self.value(shared.get("step", 0)), shared)
+        self._explore(batch, space, self.value(shared.get("step", 0)), shared)
         return batch
 
     @abc.abstractmethod
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+    def _explore(self, batch: Batch, space: Any, value: float, shared: dict[str, Any]) -> None:
         """Change the batch's actions, which the module chose in a space: tensors on a device, or arrays."""
 
 
@@ -787,7 +785,7 @@ class EpsilonGreedy(_Exploration):
     action_spaces = (gym.spaces.Discrete,)
     takes = Columns.ACTION_DIST_INPUTS
 
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+    def _explore(self, batch: Batch, space: Any, value: float, shared: dict[str, Any]) -> None:
         xp = torch if DEVICE in shared else np
         values = xp.asarray(_rows(batch[Columns.ACTION_DIST_INPUTS], xp), dtype=xp.float64)
         greedy = values.argmax(1)
@@ -821,7 +819,7 @@ class Temperature(_Exploration):
     action_spaces = (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
     takes = Columns.ACTION_DIST_INPUTS
 
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+    def _explore(self, batch: Batch, space: Any, value: float, shared: dict[str, Any]) -> None:
         xp: Any = torch if DEVICE in shared else np
         rows = _rows(batch[Columns.ACTION_DIST_INPUTS], xp)
         inputs = rows if xp is torch else tensor_of(rows)
@@ -852,13 +850,13 @@ class GaussianNoise(_Exploration):
 
     _there: tuple[Any, ...] = None, None, None  # a device, a Box, and its bounds as tensors there
 
-    def _explore(self, batch: Batch, episodes: Episodes, space: Any, value: float, shared: dict[str, Any]) -> None:
+    def _explore(self, batch: Batch, space: Any, value: float, shared: dict[str, Any]) -> None:
         xp: Any = torch if DEVICE in shared else np
         chosen = _rows(batch[Columns.ACTIONS], xp)
         box = self._input_action_space
         is_scaled = self.is_normalized and isinstance(box, gym.spaces.Box) and box.is_bounded()
         low, high = (-1.0, 1.0) if is_scaled else self._bounds(space, shared.get(DEVICE))
-        noisy = chosen + self._noise(batch, episodes, value * _drawn(torch.randn, tuple(chosen.shape), shared), xp)
+        noisy = chosen + value * _drawn(torch.randn, tuple(chosen.shape), shared)
         batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], xp.clip(noisy, low, high), xp)
         batch.pop(Columns.ACTION_LOGP, None)
 
@@ -868,37 +866,6 @@ class GaussianNoise(_Exploration):
         if self._there[:2] != (device, space):
             self._there = device, space, tuple(tensor_of(end).to(device) for end in (space.low, space.high))
         return self._there[2]  # type: ignore[no-any-return]
-
-    def _noise(self, batch: Batch, episodes: Episodes, draws: Any, xp: Any) -> Any:
-        """The noise of this step, f64[N, ...], from fresh random numbers of the same shape."""
-        return draws
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class OrnsteinUhlenbeckNoise(GaussianNoise):
-    """Adds noise to `actions` that drifts from step to step, and clips the sums to the policy's own scale.
-
-        schedule    deviation of what is added to the noise in a step, in the units of `actions`: a number, 0 or more,
-                    or a function of the lane's vector steps so far, such as `Linear`
-        theta       share of the noise that is lost in a step, above 0 and up to 1; 1: `GaussianNoise`
-
-    The noise of step t is (1 - theta) · noise of step t - 1 + deviation · a normal number. It begins each episode from
-    0, and after many steps has the deviation / sqrt(1 - (1 - theta)²). It is recorded in the column `action_noise`,
-    like `actions`, which is its memory. Else this piece is as `GaussianNoise`. Raises ValueError for another theta.
-    """
-
-    lookback = 1
-
-    theta: float = 0.15
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.theta = checked_number("theta", self.theta, above=0, most=1)
-
-    def _noise(self, batch: Batch, episodes: Episodes, draws: Any, xp: Any) -> Any:
-        noise = (1.0 - self.theta) * _noise_before(episodes, draws, xp) + draws
-        batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise, xp, are_floats=True)
-        return noise
 
 
 def arrange_exploration(pieces: Iterable[ConnectorV2]) -> None:
@@ -927,17 +894,6 @@ def _too_late(piece: ConnectorV2, other: str) -> ConnectorError:
     )
 
 
-def _noise_before(episodes: Episodes, draws: Any, xp: Any) -> Any:
-    """The noise of the step before, any[N, ...], of the shape of the draws; zeros if an episode begins."""
-    if isinstance(episodes, LaneEpisodes):
-        before: Any = episodes.values_before(ACTION_NOISE)
-        begins = episodes.just_begun().reshape(-1, *[1] * (draws.ndim - 1))
-        return xp.zeros_like(draws) if before is None else xp.where(begins, 0.0, before)
-    alone = single_agent_episodes(episodes, stepped_only=True)
-    zeros = np.zeros(draws.shape[1:])
-    return np.stack([each.get_extra_model_outputs(ACTION_NOISE, -1) if each.t else zeros for each in alone])
-
-
 def _rows(column: Any, xp: Any = np) -> Any:
     """A column's items, in whatever form, as one array any[N, ...]; a tensor if `xp` is torch."""
     if xp is torch:
@@ -947,20 +903,17 @@ def _rows(column: Any, xp: Any = np) -> Any:
     return np.stack([as_array(item) for item in column]) if isinstance(column, list) else as_array(column)
 
 
-def _like(column: Any, values: Any, xp: Any, *, are_floats: bool = False) -> Any:
+def _like(column: Any, values: Any, xp: Any) -> Any:
     """Values any[N, ...] in the form and dtype of a column that they take the place of, rounded to whole numbers.
 
-    xp            the values' library
-    are_floats    True: as f32 if the column is of whole numbers
+    xp    the values' library
     """
     if xp is torch:
         if column.is_floating_point():
             return values.to(column.dtype)
-        return values.float() if are_floats else torch.round(values).to(column.dtype)
+        return torch.round(values).to(column.dtype)
     dtype: Any = _rows(column).dtype
-    if dtype.kind in "iu" and are_floats:
-        dtype = np.dtype(np.float32)
-    elif dtype.kind in "iu" and values.dtype.kind == "f":
+    if dtype.kind in "iu" and values.dtype.kind == "f":
         info = np.iinfo(dtype)
         values = nearest(gym.spaces.Box(info.min, info.max, values.shape[1:], dtype.type), values)
     values = values.astype(dtype)

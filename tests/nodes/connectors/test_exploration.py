@@ -19,9 +19,7 @@ from rollflow.nodes import (
     GaussianNoise,
     LambdaConnector,
     Linear,
-    MultiAgentEnv,
     NormalizeAndClipActions,
-    OrnsteinUhlenbeckNoise,
     Temperature,
 )
 from rollflow.stream import ConnectorError
@@ -104,7 +102,7 @@ def test_temperature_samples_the_softmax_of_what_is_divided_by_it() -> None:
         (EpsilonGreedy, 1.5, "from 0 to 1"),
         (Temperature, 0, "above 0"),
         (GaussianNoise, -0.1, "from 0 on"),
-        (OrnsteinUhlenbeckNoise, float("inf"), "from 0 on"),
+        (GaussianNoise, float("inf"), "from 0 on"),
     ],
 )
 def test_values_out_of_bounds_are_refused(piece_type: Any, schedule: float, expected: str) -> None:
@@ -115,9 +113,6 @@ def test_values_out_of_bounds_are_refused(piece_type: Any, schedule: float, expe
     told = f"the schedule's value at step 7 is {schedule}, expected a number {expected}"
     with pytest.raises(ConnectorError, match=told):
         piece_type(schedule=lambda step: schedule).value(7)
-    for theta in (0.0, 1.5):
-        with pytest.raises(ValueError, match="expected a number above 0, up to 1"):
-            OrnsteinUhlenbeckNoise(schedule=0.1, theta=theta)
 
 
 def noisy(piece: Any, actions: Any, explore: bool = True) -> dict[str, Any]:
@@ -155,11 +150,6 @@ class Middle(RLModule):
         return {"actions": torch.zeros(len(batch["obs"]), 1) + self.bias}
 
 
-def one_push(step: int) -> float:
-    """Noise in the first vector step of a lane, and in no other."""
-    return float(step == 0)
-
-
 def fragments_in(where: Any, makers: Any, pieces: list[ConnectorV2], **options: Any) -> list[Any]:
     """The fragments of a rollout of one lane whose actions go through these pieces."""
     with Rollout(makers, lanes=1, where=where, seed=0, module_to_env_connector=lambda _: pieces, **options) as rollout:
@@ -180,29 +170,12 @@ def test_every_place_follows_the_schedule_by_itself(where: Any, pieces: list[Con
     assert ((0 <= actions) & (actions < 7)).all()
 
 
-@each_place
-def test_noise_decays_by_theta_until_the_episode_ends(where: Any, pieces: list[ConnectorV2]) -> None:
-    lengths = (5, 9)
-    makers: Any = [lambda n=n: gym.make("Pendulum-v1", max_episode_steps=n) for n in lengths]
-    drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
-    options: Any = {"module": Middle, "fragment_length": 4, "num_fragments": 3}
-    fragments = fragments_in(where, makers, [drifts, *pieces], **options)
-    noise = np.concatenate([fragment.column("action_noise") for fragment in fragments])[..., 0]
-    actions = np.concatenate([fragment.column("actions") for fragment in fragments])[..., 0]
-    assert (noise[0] != 0).all()
-    for slot, length in enumerate(lengths):
-        decayed = np.where(np.arange(12) < length, noise[0, slot] * 0.5 ** np.arange(12), 0.0)
-        np.testing.assert_allclose(noise[:, slot], decayed, rtol=1e-6)
-    np.testing.assert_array_equal(actions, noise.clip(-2, 2))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         partial(EpsilonGreedy, schedule=0.5),
         partial(Temperature, schedule=2.0),
         partial(GaussianNoise, schedule=1.0),
-        partial(OrnsteinUhlenbeckNoise, schedule=1.0),
         partial(NormalizeAndClipActions, normalize_actions=True, clip_actions=True),
         partial(NormalizeAndClipActions, normalize_actions=False, clip_actions=True),
     ],
@@ -214,39 +187,6 @@ def test_tensors_and_arrays_explore_alike(make: Any) -> None:
     options: Any = {"module": NumberedModule() if is_discrete else Middle, "fragment_length": 20, "num_fragments": 1}
     fragments_in("inline", numbered_envs(3, lengths=(3, 8))[1] if is_discrete else makers, [compared], **options)
     assert compared.compared == 20
-
-
-class Pair(MultiAgentEnv):
-    """One agent acts in every step, the other in every second one; an episode has six steps."""
-
-    possible_agents = ("every", "second")
-    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(0, 9, (1,)))
-    action_spaces = dict.fromkeys(possible_agents, spaces.Box(-9, 9, (1,)))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        self.steps = 0
-        return self._seen(), {}
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        self.steps += 1
-        return self._seen(), dict.fromkeys(actions, 0.0), {"__all__": self.steps == 6}, {}, {}
-
-    def _seen(self) -> dict[str, Any]:
-        acting = self.possible_agents if self.steps % 2 == 0 else ("every",)
-        return {agent: np.full(1, self.steps, np.float32) for agent in acting}
-
-
-def test_the_noise_of_each_of_several_agents_goes_on_with_its_own_steps() -> None:
-    drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
-    options = HEATED | {"fragment_length": 8}
-    with MultiAgentRollout(Pair, module_to_env_connector=lambda env: drifts, **options) as rollout:
-        whole = [episode for episode in next(rollout.fragments()).episodes() if episode.is_done]
-    assert len(whole) == 4
-    for agent, steps in (("every", 6), ("second", 3)):
-        for episode in whole:
-            noise = episode.agent_episodes[agent].get_extra_model_outputs("action_noise")[:, 0]
-            np.testing.assert_allclose(noise, noise[0] * 0.5 ** np.arange(steps), rtol=1e-6)
-            assert noise[0] != 0
 
 
 class Heater(SmallEnv):
@@ -268,16 +208,14 @@ def scaled(noise: Any) -> list[ConnectorV2]:
     return [noise, NormalizeAndClipActions(normalize_actions=True, clip_actions=True)]
 
 
-NOISES: dict[str, Any] = {"gaussian": GaussianNoise, "drifting": partial(OrnsteinUhlenbeckNoise, theta=1.0)}
 HEATED: Any = {"module": Middle, "num_envs": 4, "fragment_length": 500, "num_fragments": 1, "seed": 0}
 
 
 @pytest.mark.parametrize("where", ["inline", "rollouts", "agents"])
-@pytest.mark.parametrize("noise", NOISES)
-def test_noise_is_in_the_scale_of_actions_that_are_scaled_afterwards(noise: str, where: Any) -> None:
+def test_noise_is_in_the_scale_of_actions_that_are_scaled_afterwards(where: Any) -> None:
 
     def make(env: Any) -> list[ConnectorV2]:
-        return scaled(NOISES[noise](schedule=0.1))
+        return scaled(GaussianNoise(schedule=0.1))
 
     if where == "agents":
         with MultiAgentRollout(heaters, module_to_env_connector=make, **HEATED) as agents:
@@ -340,10 +278,7 @@ def test_exploration_is_of_what_the_module_chooses_in(chosen: str) -> None:
         assert rewards.mean() == pytest.approx(1, abs=0.1)
 
 
-BEHIND = [EpsilonGreedy, Temperature, GaussianNoise, OrnsteinUhlenbeckNoise]
-
-
-@pytest.mark.parametrize("piece", BEHIND)
+@pytest.mark.parametrize("piece", [EpsilonGreedy, Temperature, GaussianNoise])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_exploration_behind_what_scales_is_refused(piece: Any, several: bool, nested: bool) -> None:
@@ -361,13 +296,12 @@ def test_exploration_behind_what_scales_is_refused(piece: Any, several: bool, ne
         kind(heaters if several else Heater, module_to_env_connector=make, **HEATED)
 
 
-@pytest.mark.parametrize("piece_type", [GaussianNoise, OrnsteinUhlenbeckNoise])
 @pytest.mark.parametrize(
     ("dtype", "low", "high"), [(np.uint8, 0, 255), (np.int8, -9, 9), (np.int64, -(2**63), 2**63 - 1)]
 )
-def test_noise_on_whole_numbers_is_rounded_and_kept_as_floats(piece_type: Any, dtype: Any, low: int, high: int) -> None:
+def test_noise_on_whole_numbers_is_rounded(dtype: Any, low: int, high: int) -> None:
     space = spaces.Box(low, high, (1,), dtype)
-    piece = piece_type(None, space, schedule=4.0)
+    piece = GaussianNoise(None, space, schedule=4.0)
 
     def moved(actions: Any) -> Any:
         episodes: Any = [SingleAgentEpisode(observations=[0.0])] * len(actions)
@@ -382,6 +316,3 @@ def test_noise_on_whole_numbers_is_rounded_and_kept_as_floats(piece_type: Any, d
     ends = moved(np.array([[low], [high]] * 100, dtype))["actions"]
     assert all(action in space for action in ends)
     assert {low, high} <= set(ends.ravel().tolist())
-    if piece_type is OrnsteinUhlenbeckNoise:
-        assert middle["action_noise"].dtype == np.float32
-        assert middle["action_noise"].min() < -8.0

@@ -17,7 +17,7 @@ from own_policy_parts import Gated
 from piece_forms import OneByOne
 
 from rollflow import EpsilonGreedy, FrameStacking, MeanStdFilter, Policy
-from rollflow.nodes import GaussianNoise, Linear, OneHotObservations, OrnsteinUhlenbeckNoise, RandomModule, Temperature
+from rollflow.nodes import GaussianNoise, Linear, OneHotObservations, RandomModule, Temperature
 from rollflow.policy import OnnxPolicy
 from rollflow.stream import PolicyError
 
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def saved(space: str, pieces: str, lstm: bool, actions: str) -> Path:
         parts = drawn_policy(space, pieces, actions, lstm=lstm)
-        for piece in (EpsilonGreedy, GaussianNoise, OrnsteinUhlenbeckNoise, Temperature):
+        for piece in (EpsilonGreedy, GaussianNoise, Temperature):
             parts.module_to_env.insert_before("NormalizeAndClipActions", piece(schedule=Linear(1.0, 0.5, 100)))
         policy = Policy(parts.module, parts.env_to_module, parts.module_to_env)
         policy.publish({name: value * 2 + 0.1 for name, value in policy.module.state_dict().items()})

@@ -28,7 +28,6 @@ from rollflow.nodes import (
     Linear,
     NormalizeAndClipActions,
     NStepReturns,
-    OrnsteinUhlenbeckNoise,
     RandomModule,
     Temperature,
 )
@@ -170,7 +169,6 @@ RECIPES: dict[str, Any] = {
     "GaussianNoise": lambda: GaussianNoise(schedule=0.1),
     "NStepReturns": lambda: NStepReturns(n_step=3),
     "NormalizeAndClipActions": lambda: NormalizeAndClipActions(normalize_actions=True, clip_actions=False),
-    "OrnsteinUhlenbeckNoise": lambda: OrnsteinUhlenbeckNoise(schedule=Linear(0.2, 0.0, 100), theta=0.3),
     "Temperature": lambda: Temperature(schedule=Linear(2.0, 0.1, 100)),
     "LambdaConnector": lambda: _named_function(),
 }
