@@ -19,15 +19,15 @@ CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(to
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
     "cli": (1065, 2),  # filmed environments, from nodes/env
-    "nodes": (165, 0),  # keywords checked in one place
+    "nodes": (164, 0),  # keywords checked in one place
     "nodes/connectors": (592, 7),  # named pieces, which stood in alpha and in pipelines; bases of pieces by kind
     "nodes/connectors/alpha": (294, 16),  # a connector that normalizes is not found as one that clips
-    "nodes/connectors/common": (775, 12),  # pieces over tensors; faults on a device; called as one, from pipelines
+    "nodes/connectors/common": (751, 11),  # pieces over tensors; faults on a device; called as one, from pipelines
     "nodes/connectors/env_to_module": (552, 9),  # pieces over tensors; faults on a device
     "nodes/connectors/learner": (596, 12),  # pieces over tensors; infos that tensors lack
     "nodes/connectors/module_to_env": (
-        773,
-        15,
+        748,
+        14,
     ),  # pieces over tensors; faults on a device; called as one, from pipelines
     "nodes/connectors/pipelines": (
         879,
