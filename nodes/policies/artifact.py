@@ -8,23 +8,20 @@ from functools import partial
 from importlib import metadata
 from itertools import count
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, LambdaConnector
-from rollflow.nodes.connectors.learner.train_columns import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.policy_weights import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies import part_records
-from rollflow.nodes.policies.artifact_files import CARD, array_bytes, arrays_of, checksums, manifest_bytes
+from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes
 from rollflow.nodes.policies.onnx_policy import difference
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
@@ -35,12 +32,6 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 if TYPE_CHECKING:
     from rollflow.nodes.policies.policy import Policy
 
-_ADVICE = """```python
-from rollflow import Policy
-
-policy = Policy.load("PATH")
-action = policy.act(observation)
-```"""
 STEPS, SESSIONS, RESET_AT = 8, 8, 4  # 64 observations; half of the sessions begin anew at step 4
 CHOSEN = ("module_to_env", "actions")  # parts whose whole numbers rounding may change, where two are about as likely
 _LARGE = 1e3  # bounds beyond are as good as none
@@ -52,30 +43,7 @@ _PIPELINES = ("env_to_module", "module_to_env")
 _PACKAGES = ("rollflow", "torch", "numpy", "gymnasium")
 
 
-def card_of(policy: Any, manifest: Mapping[str, Any]) -> str:
-    """The text of `README.md` beside a policy's manifest."""
-    module = policy.module
-    weights = sum(value.numel() for value in module.state_dict().values() if hasattr(value, "numel"))
-    rows = {
-        "Observations": policy.observation_space,
-        "Actions": policy.action_space,
-        "Module": f"{manifest['module']['name']}, {weights} weights",
-        "Sampled": "yes" if policy.explore else "no, the likeliest action is taken",
-        "Before the module": ", ".join(policy.env_to_module.names),
-        "After the module": ", ".join(policy.module_to_env.names),
-        **{f"Trained on: {name}": value for name, value in policy.trained_on.items()},
-        "Versions": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
-        "Format": manifest["format"],
-    }
-    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
-    return f"# A policy saved by rollflow\n\n| | |\n| --- | --- |\n{table}\n\n{_ADVICE}\n"
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
-
-
-_FIELDS = {"kind", "format", "versions", "computed_by", "trained_on", "explore", "observation_space", "action_space"}
+_FIELDS = {"kind", "format", "versions", "trained_on", "explore", "observation_space", "action_space"}
 _FIELDS |= {"module", "weights", *_PIPELINES, "files"}
 
 
@@ -84,12 +52,10 @@ class Examples:
     """What a policy was tried on when it was saved.
 
     inputs, computed    observations, and what each part made of them
-    computed_by         torch and processor at that time; None before it was saved
     """
 
     inputs: Arrays = field(default_factory=dict)
     computed: Arrays = field(default_factory=dict)
-    computed_by: dict[str, str] | None = None
 
 
 def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -106,7 +72,6 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
         "kind": KIND,
         "format": FORMAT,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
-        "computed_by": examples.computed_by,
         "trained_on": part_records.to_plain(policy.trained_on, "trained_on", arrays),
         "explore": policy.explore,
         "observation_space": described(policy.observation_space),
@@ -125,7 +90,7 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
         **others,
     }
     manifest = {**content, "files": checksums(files)}
-    return {"policy.json": manifest_bytes(manifest), **files, CARD: card_of(policy, manifest).encode()}
+    return {"policy.json": manifest_bytes(manifest), **files}
 
 
 def parts_of(
@@ -158,24 +123,7 @@ def parts_of(
     inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
     computed = {name: array for name, array in examples.items() if name not in inputs}
     arguments = {"module": module, **pipelines, **spaces, "explore": manifest["explore"]}
-    return arguments, trained_on, Examples(inputs, computed, manifest["computed_by"])
-
-
-def computed_by(module: Any) -> dict[str, str]:
-    """Torch and the processor that compute a module's passes: if both are the same, so are the results."""
-    processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}"
-    if (device := device_of(module)).type != "cpu":
-        processor = torch.cuda.get_device_name(device)
-    return {"torch": torch.__version__, "processor": f"{platform.machine()} {processor}"}
-
-
-def _cpu() -> str:
-    """The processor's model: one of another make may round otherwise."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return arguments, trained_on, Examples(inputs, computed)
 
 
 def _pipeline(record: Any, name: str, spaces: list[gym.Space[Any]], states: Arrays, allow: Collection[str]) -> Any:
@@ -287,15 +235,14 @@ def traced(
     return {name: np.concatenate(each) for name, each in parts.items()}
 
 
-def check_same(saved: Arrays, computed: Arrays, *, exact: bool, skipped: Sequence[str] = ()) -> None:
-    """Raise PolicyError for the first part whose results differ from those that were saved with the policy.
+def check_same(saved: Arrays, computed: Arrays, *, skipped: Sequence[str] = ()) -> None:
+    """Raise PolicyError for the first part whose results differ by more than 1e-5 from those saved with the policy.
 
-    exact      True: to the bit; False: floats within 1e-5
     skipped    beginnings of names that are not compared
     """
     missing, unused = sorted(computed.keys() - saved.keys()), sorted(saved.keys() - computed.keys())
     compared = [name for name in computed if name in saved and not name.startswith(tuple(skipped))]
-    faults = [fault for name in compared if (fault := _fault(name, saved[name], computed[name], exact)) is not None]
+    faults = [fault for name in compared if (fault := _fault(name, saved[name], computed[name])) is not None]
     if faults:
         _, name, text = min(faults, key=itemgetter(0))
         part, _, column = name.partition(": ")
@@ -307,11 +254,11 @@ def check_same(saved: Arrays, computed: Arrays, *, exact: bool, skipped: Sequenc
         raise PolicyError(f"the examples have other columns than the policy: missing {missing}, unused {unused}")
 
 
-def _fault(name: str, saved: NDArray[Any], computed: NDArray[Any], exact: bool) -> tuple[int, str, str] | None:
+def _fault(name: str, saved: NDArray[Any], computed: NDArray[Any]) -> tuple[int, str, str] | None:
     """The first step at which a column differs, its name, and how it does."""
     if saved.shape != computed.shape or saved.dtype != computed.dtype:
         return 0, name, f"{computed.dtype}{list(computed.shape)}, expected {saved.dtype}{list(saved.shape)}"
-    found = difference(saved, computed, exact=exact, close_calls=name.startswith(CHOSEN) and not exact)
+    found = difference(saved, computed, close_calls=name.startswith(CHOSEN))
     return None if found is None else (found[0] * STEPS // saved.size, name, found[1])
 
 

@@ -270,19 +270,15 @@ def rewards_of(rewards: Any, count: int) -> NDArray[np.float32] | None:
     return array
 
 
-def difference(
-    saved: NDArray[Any], computed: NDArray[Any], *, exact: bool = False, close_calls: bool = False
-) -> tuple[int, str] | None:
+def difference(saved: NDArray[Any], computed: NDArray[Any], *, close_calls: bool = False) -> tuple[int, str] | None:
     """The place of the first number of computed arrays any[n] that differs from the saved one, and how; None: none.
 
-    exact          True: to the bit; False: floats within 1e-5
+    Floats may differ by 1e-5.
+
     close_calls    True: a few whole numbers may differ, if two actions are about as likely
     """
     is_whole = saved.dtype.kind != "f"
-    if exact or is_whole:
-        same = (saved == computed) | ((saved != saved) & (computed != computed))
-    else:
-        same = np.isclose(computed, saved, _TOLERANCE, _TOLERANCE, equal_nan=True)
+    same = saved == computed if is_whole else np.isclose(computed, saved, _TOLERANCE, _TOLERANCE, equal_nan=True)
     if same.all() or (close_calls and is_whole and (~same).mean() <= _MOST_CLOSE_CALLS):
         return None
     place = int(np.flatnonzero(~same)[0])

@@ -1,4 +1,4 @@
-"""Records of connector pieces and modules: class by name, version, arguments and state; no pickle anywhere."""
+"""Records of connector pieces and modules: class by name, arguments and state; no pickle anywhere."""
 
 import importlib
 import inspect
@@ -27,9 +27,10 @@ ArraysByName = dict[str, NDArray[Any]]
 Thing = TypeVar("Thing")
 
 _OF_THE_DEVICE = {"device", "pin_memory"}  # arguments of `NumpyToTensor` that a file must not fix
-_PIECE = {"name", "version", "label", "config", "state"}
-_PIPELINE = {"name", "version", "label", "config", "pieces"}
-MODULE_FIELDS = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
+_PIECE = {"name", "label", "config", "state"}
+_PIPELINE = {"name", "label", "config", "pieces"}
+MODULE_FIELDS = {"name", "observation_space", "action_space", "config", "initial_state"}
+_FORMER = {"version", "computed_by"}  # fields that older versions wrote, which nobody reads
 _RECORDS: dict[str, Any] = {"$linear": Linear, "$model_config": DefaultModelConfig}
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"} | {
@@ -276,7 +277,7 @@ def check_fields(record: Any, expected: Collection[str], where: str) -> None:
     """Raise PolicyError unless a record is a dict with just these fields, with those that are missing and unknown."""
     if not isinstance(record, Mapping):
         raise PolicyError(f"{where} is {str(record)[:80]!r}, expected a dict with {sorted(expected)}")
-    missing, unknown = sorted(set(expected) - record.keys()), sorted(record.keys() - set(expected))
+    missing, unknown = sorted(set(expected) - record.keys()), sorted(record.keys() - set(expected) - _FORMER)
     if missing or unknown:
         raise PolicyError(f"{where}: missing {missing}, unknown {unknown}; expected {sorted(expected)}")
 
@@ -295,7 +296,6 @@ def record_of_piece(piece: ConnectorV2, where: str, arrays: ArraysByName) -> dic
     cls = type(piece)
     record = {
         "name": name_of("connector", cls, where),
-        "version": version_of(cls, where),
         "label": piece._name,
         "config": to_plain(_config_of(piece, where), f"{where}/config", arrays),
     }
@@ -321,7 +321,6 @@ def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[st
     if not isinstance(config, dict):
         raise PolicyError(f"{where}: config is {config!r}, expected a dict of arguments")
     state: Any = {} if is_pipeline else from_plain(record["state"], f"{where}/state", arrays, allow)
-    config, state = upgraded(cls, config, state, record["version"], where)
     if is_pipeline:
         if not isinstance(records := record["pieces"], list):
             raise PolicyError(f"{where} is {str(records)[:80]!r}, expected a list of pieces")
@@ -386,7 +385,6 @@ def record_of_module(module: Any, where: str, arrays: ArraysByName) -> dict[str,
     initial = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
     return {
         "name": name_of("module", cls, where),
-        "version": version_of(cls, where),
         "observation_space": described(module.observation_space),
         "action_space": described(module.action_space),
         "config": to_plain(config, f"{where}/config", arrays),
@@ -412,7 +410,6 @@ def module_of(
             f"{where}: {record['name']} was saved without the arguments of its constructor, as a program that older "
             f"versions could run; expected a class that says how it is made{_BY_ONNX['module']}"
         )
-    config, weights = upgraded(cls, config, weights, record["version"], where)
     named_spaces = dict(zip(("observation_space", "action_space"), spaces, strict=True))
     arguments = {**named_spaces, **config} if issubclass(cls, RLModule) else config
     module = _made(cls, arguments, weights, where)
@@ -457,36 +454,3 @@ def _made(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], wher
             # A tensor of two names would become two, and one that is in no state would stay empty.
         made = cls(**arguments)
     return made
-
-
-# Versions
-
-
-def version_of(cls: type, where: str) -> int:
-    """The version of a class's arguments and state: its attribute `version`, or 1."""
-    version = getattr(cls, "version", 1)
-    if type(version) is not int or version < 1:
-        raise PolicyError(f"{where}: {cls.__name__}.version is {version!r}, expected a whole number, 1 or more")
-    return version
-
-
-def upgraded(cls: Any, config: Any, state: Any, version: Any, where: str) -> tuple[Any, Any]:
-    """Arguments and state as today's class takes them. Raises PolicyError for a version that it knows nothing of."""
-    today = version_of(cls, where)
-    if type(version) is not int or version < 1:
-        raise PolicyError(f"{where}: version is {version!r}, expected a whole number, 1 or more")
-    if version > today:
-        raise PolicyError(
-            f"{where}: {cls.__name__} was saved in version {version}, and this program has version {today}; expected a "
-            "newer package"
-        )
-    if version == today:
-        return config, state
-    upgrade = getattr(cls, "upgrade", None)
-    if not callable(upgrade):
-        raise PolicyError(
-            f"{where}: {cls.__name__} was saved in version {version}, today's is {today}; expected a classmethod "
-            "upgrade(config, state, from_version) that gives today's config and state"
-        )
-    new_config, new_state = upgrade(config, state, version)
-    return new_config, new_state

@@ -368,7 +368,7 @@ class Policy:
         module                           the copy that acts
         env_to_module, module_to_env     the copies of the pipelines
         observation_space, action_space
-        trained_on                       facts for the model card; schedules stand at its `vector_steps`, or at 0
+        trained_on                       facts that are saved with it; schedules stand at its `vector_steps`, or at 0
         needs_rewards                    name of the piece that looks back to rewards; "" if none does
         outputs                          all columns of the last pass, any[N, ...]: `actions`, `action_logp`, …
 
@@ -605,17 +605,15 @@ class Policy:
         given = {name: value for name, value in options.items() if value is not None}
         policy = cls(**{**arguments, **given}, device=device)
         policy.trained_on, policy._examples = trained_on, examples
-        exact = artifact.computed_by(policy.module) == examples.computed_by
-        sampled = artifact.CHOSEN if explored and not exact else ()
         computed = policy._traced(examples.inputs, explored)
-        artifact.check_same(examples.computed, computed, exact=exact, skipped=sampled)
+        artifact.check_same(examples.computed, computed, skipped=artifact.CHOSEN if explored else ())
         return policy
 
     def _tried(self) -> artifact.Examples:
         """The examples that this policy is saved with, as it acts now."""
         self._weights.load_into(self.module)
         inputs = self._examples.inputs or artifact.drawn_inputs(self.observation_space)
-        return artifact.Examples(inputs, self._traced(inputs, self.explore), artifact.computed_by(self.module))
+        return artifact.Examples(inputs, self._traced(inputs, self.explore))
 
     def _onnx_bytes(self, examples: artifact.Examples) -> bytes:
         from rollflow.nodes.policies.onnx_export import onnx_bytes  # with packages that acting does not need
@@ -726,7 +724,7 @@ def policy_now(
 
     weights      of the module
     pipelines    before and behind it
-    facts        for the model card, but for the policy version
+    facts        `trained_on`, but for the policy version
     options      keywords of `Policy`
     """
     version, newest = weights.newest(module)

@@ -49,19 +49,6 @@ class OwnModule(RLModule):
         return {"action_dist_inputs": self.layer(batch["obs"])}
 
 
-class Versioned(ConnectorV2):
-    """Piece that was renamed an argument of, from version 1 to version 2."""
-
-    version = 1
-
-    def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.scale = scale
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return batch
-
-
 class Gated(DefaultModule):
     """Module of a user over the default network: logits of a table that is no weight, scaled by how many there are."""
 

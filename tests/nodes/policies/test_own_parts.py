@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from altered_policies import sign
 from drawn_policies import ACTIONS, BOX, SPACES
-from own_policy_parts import Bare, Doubled, Forgetful, OwnModule, Versioned
+from own_policy_parts import Bare, Doubled, Forgetful, OwnModule
 
 from rollflow import ConnectorV2, Policy
 from rollflow.nodes import LambdaConnector
@@ -109,25 +109,6 @@ def test_a_piece_that_does_not_come_back_is_found_when_it_is_saved(tmp_path: Pat
     policy.env_to_module[0].factor = 3.0  # which its constructor's arguments do not say
     with pytest.raises(PolicyError, match="Doubled is the first part that differs"):
         policy.save(tmp_path / "p")
-
-
-def test_an_older_piece_is_upgraded_and_a_newer_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_policy(Versioned(scale=2.0)).save(tmp_path / "p")
-    monkeypatch.setattr(Versioned, "version", 2)
-    with pytest.raises(PolicyError, match=r"saved in version 1, today's is 2; expected a classmethod upgrade"):
-        Policy.load(tmp_path / "p", allow=["own_policy_parts"])
-
-    def upgrade(config: dict[str, Any], state: Any, from_version: int) -> tuple[Any, Any]:
-        assert from_version == 1
-        return {"scale": config["scale"] * 10}, state
-
-    monkeypatch.setattr(Versioned, "upgrade", staticmethod(upgrade), raising=False)
-    loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts"])
-    assert loaded.env_to_module[0].scale == 20.0
-    loaded.save(tmp_path / "q")
-    monkeypatch.setattr(Versioned, "version", 1)
-    with pytest.raises(PolicyError, match="saved in version 2, and this program has version 1"):
-        Policy.load(tmp_path / "q", allow=["own_policy_parts"])
 
 
 def test_a_refusal_of_several_lines_is_told_in_full() -> None:

@@ -1,8 +1,6 @@
 """A policy that is saved and loaded again: the same bytes, the same actions, in any program."""
 
 import os
-import re
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -83,21 +81,6 @@ def test_loading_draws_no_weights_and_leaves_none_out(shares: bool, tmp_path: Pa
     tensors = [*loaded.parameters(), *loaded.buffers()]
     assert all(tensor.device.type == "cpu" for tensor in tensors)
     assert [each.requires_grad for each in loaded.parameters()] == [True] * len(list(policy.module.parameters()))
-
-
-def test_a_model_card_says_what_the_policy_is(tmp_path: Path) -> None:
-    policy = policy_of("box", "discrete", "filter")
-    policy.trained_on["env"] = "a | b\n| c"  # which may not break the table
-    policy.save(tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", card, re.MULTILINE))
-    weights = sum(value.numel() for value in policy.module.state_dict().values())
-    assert rows["Observations"] == str(policy.observation_space)
-    assert rows["Actions"] == str(policy.action_space)
-    assert rows["Module"].endswith(f", {weights} weights")
-    assert rows["Before the module"] == ", ".join(policy.env_to_module.names)
-    assert (rows["Trained on: policy_version"], rows["Trained on: env"]) == ("7", r"a \| b \| c")
-    assert f"rollflow {version('rollflow')}" in rows["Versions"]
 
 
 @pytest.mark.parametrize("explore", [False, True])
