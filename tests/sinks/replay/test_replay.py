@@ -65,21 +65,13 @@ def test_every_single_step_that_is_sampled_was_made_so(
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(played=plays(), frames=st.integers(1, 4))
-def test_with_room_for_all_every_step_is_there_once(played: Played, frames: int) -> None:
-    replay = Replay(1000, sampler=Newest(), storage=Storage(frames=frames))
-    insert_all(replay, played.fragments)
-    made = {played.check_row(row, frames) for row in rows_of(replay.sample(1000))}
-    emitted = sum(fragment.num_steps for fragment in played.fragments)
-    assert len(made) == len(replay) == emitted
-    assert replay.report().inserted == emitted
-
-
-@settings(max_examples=examples(25), deadline=None)
-@given(played=plays(), room=st.integers(0, 20))
-def test_the_newest_rows_are_kept_when_the_ring_is_full(played: Played, room: int) -> None:
+@given(played=plays(), room=st.integers(0, 20), frames=st.integers(1, 4))
+def test_the_newest_rows_are_kept_when_the_ring_is_full_and_all_with_room(
+    played: Played, room: int, frames: int
+) -> None:
     capacity = max(2 * fragment.num_steps for fragment in played.fragments) + room
-    replay, everything = Replay(capacity, sampler=Newest()), Replay(1000, sampler=Newest())
+    replay = Replay(capacity, sampler=Newest())
+    everything = Replay(1000, sampler=Newest(), storage=Storage(frames=frames))
     for fragment in played.fragments:
         replay.insert(fragment)
         everything.insert(fragment)
@@ -89,8 +81,10 @@ def test_the_newest_rows_are_kept_when_the_ring_is_full(played: Played, room: in
         assert torch.equal(kept["seen"], made["seen"][: len(replay)])
         ended = torch.count_nonzero(kept["terminateds"] | kept["truncateds"])
         assert len(replay) == len(everything) or len(replay) + ended >= capacity - 1
-    report = replay.report()
+    report, emitted = replay.report(), sum(fragment.num_steps for fragment in played.fragments)
     assert report.inserted - report.removed == len(replay)
+    assert len({played.check_row(row, frames) for row in rows_of(made)}) == len(everything) == emitted
+    assert report.inserted == everything.report().inserted == emitted
 
 
 @settings(max_examples=examples(25), deadline=None)
