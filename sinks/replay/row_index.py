@@ -284,9 +284,13 @@ class RowIndex:
         """
         lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
         opened = self._opened(lane, layout)
-        joins = self._joined(opened, chunks)
-        before = np.where(joins, opened.chunk[chunks.slot], -1)
-        freed = self._spare_behind(before[joins])
+        slot = chunks.slot
+        # Chunks that go on where one that is kept stopped.
+        joins = (opened.number[slot] == chunks.number) & (opened.steps[slot] == chunks.t_started)
+        joins &= (chunks.t_started > 0) & (opened.chunk[slot] >= self.chunks.begin)
+        before = np.where(joins, opened.chunk[slot], -1)
+        behind = self.following[self._last_rows(before[joins])]
+        freed = behind[behind >= self.num_rows].tolist()
         alone = has_ended.copy()  # chunks whose last observation has a row of its own
         going_on = np.flatnonzero(~has_ended)
         alone[going_on[len(self._free) + len(freed) :]] = True
@@ -310,7 +314,9 @@ class RowIndex:
         chunks, opened, before, alone, sizes = room.chunks, room.opened, room.before, room.alone, room.sizes
         lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
         going_on, total = np.flatnonzero(~has_ended), int(sizes.sum())
-        self._release(before[before >= 0], room.freed)
+        last = self._last_rows(before[before >= 0])
+        self.following[last] = last  # the spare rows behind chunks that now go on are free
+        self._free += room.freed
         removed = self._evict(self.end + total - self.num_rows)
         begin, self.end = self.end, self.end + total
         firsts = begin + np.cumsum(sizes) - sizes
@@ -376,24 +382,10 @@ class RowIndex:
             opened = OpenEpisodes(np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.full(slots, -1), layout)
         return opened
 
-    def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
-        """Which chunks go on where a chunk that is kept stopped."""
-        slot = chunks.slot
-        is_next = (opened.number[slot] == chunks.number) & (opened.steps[slot] == chunks.t_started)
-        joined: Bools = is_next & (chunks.t_started > 0) & (opened.chunk[slot] >= self.chunks.begin)
-        return joined
-
-    def _spare_behind(self, before: Ints) -> list[int]:
-        """The spare rows behind chunks."""
-        behind = self.following[(self.chunks.read("stop", before) - 1) % self.num_rows]
-        spare: list[int] = behind[behind >= self.num_rows].tolist()
-        return spare
-
-    def _release(self, before: Ints, spare: list[int]) -> None:
-        """Free the spare rows behind chunks that now go on."""
-        last = (self.chunks.read("stop", before) - 1) % self.num_rows
-        self.following[last] = last
-        self._free += spare
+    def _last_rows(self, chunks: Ints) -> Ints:
+        """The rows of the last steps of chunks."""
+        rows: Ints = (self.chunks.read("stop", chunks) - 1) % self.num_rows
+        return rows
 
     def _record(
         self, numbers: Ints, chunks: ChunkIndex, firsts: Ints, lengths: Ints, has_ended: Bools, before: Ints
@@ -407,8 +399,7 @@ class RowIndex:
         after = np.full(len(numbers), -1)
         table.add(fields | {"after": after, "has_ended": has_ended, "is_whole": is_whole})
         table.write("after", before[joins], numbers[joins])
-        last = (table.read("stop", before[joins]) - 1) % self.num_rows
-        self.following[last] = firsts[joins] % self.num_rows
+        self.following[self._last_rows(before[joins])] = firsts[joins] % self.num_rows
 
     def _evict(self, begin: int) -> Ints:
         """Forget positions below `begin`; the positions of live steps that are gone, i64[D]."""
