@@ -183,7 +183,7 @@ def running(graph: Graph, rollout: AnyRollout, sink: TrainerSink) -> Iterator[Fe
 
 def _ends(rollout: AnyRollout) -> bool:
     """True for one that makes so many fragments."""
-    return rollout._execution.counting._num_fragments is not None
+    return rollout._counting._num_fragments is not None
 
 
 @contextmanager
