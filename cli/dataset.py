@@ -13,7 +13,7 @@ from rollflow import DatasetSink, DatasetSource
 from rollflow.cli import arguments
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, kind_difference, whole_folder
 from rollflow.sinks.datasets.dataset_source import check_dataset
-from rollflow.sinks.datasets.episode_block import EpisodeSummary, histogram
+from rollflow.sinks.datasets.episode_block import EpisodeSummary
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.space import describe_space
@@ -24,7 +24,7 @@ _BYTES_AT_ONCE = 256 << 20  # of steps in memory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's actions."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    show = actions.add_parser("show", help="print spaces, runs, and histograms of returns and lengths")
+    show = actions.add_parser("show", help="print spaces, runs, returns and lengths")
     show.add_argument("path", type=Path)
     check = actions.add_parser("check", help="read every byte, and name the files that are damaged; the status is 1")
     check.add_argument("path", type=Path)
@@ -88,7 +88,6 @@ def _show(args: argparse.Namespace) -> None:
             text = f"mean {finite.mean():.2f}, deviation {finite.std():.2f}, median {np.median(finite):.2f}"
             text += f" of {len(finite)}; NaN or infinite: {count - len(finite)}" if len(finite) < count else ""
         print(f"{name:<13} {text}")
-        print("\n".join(histogram(finite)))
 
 
 def _show_kind(observation_space: Any, action_space: Any, columns: Iterable[str]) -> None:

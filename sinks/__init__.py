@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rollflow.sinks.replay.samplers import (
         Draw as Draw,
         Episodes as Episodes,
-        Mixture as Mixture,
-        Newest as Newest,
         Prioritized as Prioritized,
         Sampler as Sampler,
         Sequences as Sequences,

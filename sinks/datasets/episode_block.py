@@ -346,25 +346,6 @@ def step_bytes(columns: Mapping[str, Description]) -> int:
     return sum(leaf.nbytes for each in columns.values() for leaf in leaves_of(empty_tree(each, 1)))
 
 
-def histogram(values: NDArray[Any], bins: int = 10, width: int = 40) -> Iterator[str]:
-    """Lines of a histogram of values, any[E]: the range of each bin, a bar, and how many values are in it."""
-    if not len(values):
-        return
-    low, high = values.min(), values.max()
-    if np.all(values == np.round(values)) and max(abs(low), abs(high)) < 2**53:
-        size = int((high - low) // bins + 1)
-        edges = np.arange(low, high + size + 1, size)
-        names = [f"{first:.0f}" + (f" … {first + size - 1:.0f}" if size > 1 else "") for first in edges[:-1]]
-    else:
-        edges = np.linspace(low / 2, high / 2, bins + 1) * 2  # between the largest numbers is more than a float holds
-        names = [f"{first:.4g} … {second:.4g}" for first, second in pairwise(edges)]
-    counts, _ = np.histogram(values, edges)
-    wide = max(map(len, names))
-    for name, count in zip(names, counts.tolist(), strict=True):
-        bar = "█" * -(-count * width // int(counts.max()))
-        yield f"  {name:>{wide}}  {bar:<{width}}  {count}".rstrip()
-
-
 class StoredColumns(Mapping[str, Column]):
     """Columns of steps, each of which is taken and made read-only when it is first looked at. Copies have all of them.
 

@@ -32,7 +32,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.row_index import Room, RowColumns, RowIndex, Storage, columns_of, items_of
 from rollflow.sinks.replay.sampled_steps import SampledSteps, check_order, check_size
-from rollflow.sinks.replay.samplers import Draw, Sampler, Sequences, Uniform
+from rollflow.sinks.replay.samplers import Draw, Sampler, Uniform
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError, shown
 from rollflow.stream.data.tree import map_tree
@@ -118,7 +118,6 @@ class ReplayTable:
 
     capacity       number of rows
     sampler        of this table alone
-    max_samples    how often a step is drawn before it is removed; None: any number
     rate           None: inserts always may, samples from the first step on
     batch_size     rows of an ordinary sample
     generator      of all that is drawn
@@ -133,7 +132,6 @@ class ReplayTable:
         capacity: int,
         sampler: Sampler,
         *,
-        max_samples: int | None,
         storage: Storage,
         rate: SamplesPerInsert | None,
         batch_size: int,
@@ -142,9 +140,8 @@ class ReplayTable:
         self.sampler, self.rate = sampler, rate
         self.sampled, self.most_inserts, self.most_samples = 0, 1, batch_size * sampler.steps
         self.rows = RowIndex(capacity, storage.frames - 1)
-        self._storage, self._generator, self._max_samples = storage, generator, max_samples
+        self._storage, self._generator = storage, generator
         self._columns: RowColumns | None = None
-        self._draws = np.zeros(0 if max_samples is None else capacity, np.int32)  # of the step in each row
         sampler.begin(self.rows)
 
     @property
@@ -204,8 +201,6 @@ class ReplayTable:
             into.put(Columns.OBS, room.rows, map_tree(lambda leaf: leaf[room.ended], last))
         self.sampler.note_removed(rows, room.removed)
         self.sampler.note_inserted(rows, room.inserted)
-        if self._max_samples is not None:
-            self._draws[room.inserted % rows.num_rows] = 0
 
     def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
         """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
@@ -228,19 +223,9 @@ class ReplayTable:
         return batch, draw
 
     def count(self, draw: Draw, count: int) -> None:
-        """Count a draw of `count` rows, and remove steps that have been drawn as often as they may."""
+        """Count a draw of `count` rows."""
         self.sampled += draw.num_steps
         self.most_samples = max(self.most_samples, count * self.sampler.steps)
-        if self._max_samples is None:
-            return
-        trained = draw.positions if draw.trained is None else draw.positions[draw.trained]
-        positions, counts = np.unique(trained, return_counts=True)
-        at = positions % self.rows.num_rows
-        self._draws[at] += counts.astype(np.int32)
-        drawn_out = positions[(self._draws[at] >= self._max_samples) & self.rows.is_live[at]]
-        if len(drawn_out):
-            self.rows.remove(drawn_out)
-            self.sampler.note_removed(self.rows, drawn_out)
 
     def _make_columns(self, items: dict[str, Any]) -> RowColumns:
         return RowColumns(items, self.rows.num_rows, self.rows.num_spare, self._storage.path)
@@ -269,7 +254,6 @@ class ReplayTable:
             "rows": rows.get_state(),
             "columns": self._columns and self._columns.get_state(since, rows.end, rows.spare_in_use),
             "sampler": self.sampler.get_state(),
-            "draws": self._draws.copy(),
             "rate": {name: getattr(self, name) for name in _SIZES},
             "generator": self._generator.bit_generator.state,
         }
@@ -278,7 +262,6 @@ class ReplayTable:
         """Take what `get_state` gave with all rows."""
         # Another sampler is found out first, and columns, whose file is made anew, come last.
         self.sampler.set_state(state["sampler"])
-        self._draws[:] = state["draws"]
         self.sampled, self.most_inserts, self.most_samples = (state["rate"][name] for name in _SIZES)
         self._generator.bit_generator.state = state["generator"]
         self.rows.set_state(state["rows"])
@@ -395,7 +378,6 @@ class Replay:
 
         capacity      rows: one for each step, and one for the last observation of each episode
         sampler       None: `Uniform()`
-        max_samples   how often a step is drawn before it is removed, by all samplers but `Sequences`; None: any number
         rate          how inserts and samples hold each other back; None: they don't
         batch_size    rows of a batch, as a node of a graph, and of `sample()`
         pieces        learner pieces that change each batch, in order; they get the `SampledSteps` as `episodes`
@@ -427,7 +409,6 @@ class Replay:
         capacity: int,
         *,
         sampler: Sampler | None = None,
-        max_samples: int | None = None,
         rate: SamplesPerInsert | None = None,
         batch_size: int = 256,
         pieces: Sequence[ConnectorV2] = (),
@@ -440,15 +421,13 @@ class Replay:
         self.pieces = [pieces] if isinstance(pieces, ConnectorV2) else list(pieces)
         self._storage = Storage() if storage is None else storage
         _check_parts(self.sampler, rate, self.pieces, self._storage)
-        check_numbers(seed=(seed, 0), max_samples=(max_samples, 1))
+        check_numbers(seed=(seed, 0))
         if capacity >= 2**31 - 1:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")
         if rate is not None and rate.min_size > capacity:
             text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
             raise ReplayError(f"{text}expected a min_size below the capacity")
-        _check_max_samples(max_samples, self.sampler, rate)
-        self._rate, self._max_samples = rate, max_samples
-        self._seed = seed
+        self._rate, self._seed = rate, seed
         self._unused = copy.deepcopy(self.sampler)  # of which each module's table gets a copy
         one = self._made_table(self.sampler, self._storage, seed)
         self._tables: dict[Any, ReplayTable] = {None: one}  # None: of one agent
@@ -628,6 +607,9 @@ class Replay:
                 if name == "sampler":
                     found, own = found or "<one without a state>", own or "one without a state, such as the default"
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}")
+        if (most := state.get("max_samples")) is not None:
+            text = f"the state is of a replay with max_samples={most}, which there is no longer: expected one without"
+            raise ReplayError(text)
         with self._lock:
             try:
                 self._tables = self._restored(dict(state["tables"]))
@@ -662,7 +644,7 @@ class Replay:
     def _arguments(self) -> dict[str, Any]:
         """Sizes, and the class name of the sampler: None for one without a state, as for any other such."""
         has_state = bool(self.sampler.parts) or type(self.sampler).get_state is not Sampler.get_state
-        sizes = {"capacity": self.capacity, "frames": self._storage.frames, "max_samples": self._max_samples}
+        sizes = {"capacity": self.capacity, "frames": self._storage.frames}
         return sizes | {"sampler": type(self.sampler).__name__ if has_state else None}
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
@@ -707,7 +689,6 @@ class Replay:
         return ReplayTable(
             self.capacity,
             sampler,
-            max_samples=self._max_samples,
             storage=storage,
             rate=self._rate,
             batch_size=self.batch_size,
@@ -773,20 +754,6 @@ def _held_back(
 def _admit(parts: Parts) -> bool:
     """True if the rates let all parts of a fragment be inserted."""
     return all([table.admits_insert(part.num_steps) for table, part in parts])
-
-
-def _check_max_samples(max_samples: int | None, sampler: Sampler, rate: SamplesPerInsert | None) -> None:
-    """Raise ReplayError if a sampler, or the ratio of a rate, can't do with `max_samples`."""
-    if max_samples is not None and isinstance(sampler, Sequences):
-        raise ReplayError(
-            "max_samples removes single steps, which Sequences would draw again beside others; expected another "
-            "sampler, or no max_samples"
-        )
-    if max_samples is not None and rate is not None and max_samples < rate.ratio:
-        raise ReplayError(
-            f"max_samples={max_samples} removes steps before they have been sampled {rate.ratio:g} times, as the rate "
-            f"asks; expected max_samples={int(np.ceil(rate.ratio))} at least, or a lower ratio"
-        )
 
 
 def _check_parts(sampler: Any, rate: Any, pieces: Sequence[Any], storage: Any) -> None:

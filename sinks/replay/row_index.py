@@ -366,12 +366,6 @@ class RowIndex:
         room.begin, room.source, room.inserted, room.removed = begin, source, live, removed
         room.ended, room.rows = np.concatenate([lasts, spare]), np.concatenate([behind_rows, spare_rows])
 
-    def remove(self, positions: Ints) -> None:
-        """Take steps that are kept out of what is sampled; their rows stay until the ring comes round."""
-        self.is_live[positions % self.num_rows] = False
-        self.num_live -= len(positions)
-        self.removed += len(positions)
-
     def _opened(self, lane: str, layout: FragmentLayout) -> OpenEpisodes:
         """The episodes that the slots of a lane are in."""
         opened = self._open.get(lane)

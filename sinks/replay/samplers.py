@@ -114,54 +114,6 @@ class Uniform(Sampler):
         return Draw(positions, positions)
 
 
-class Newest(Sampler):
-    """Takes the newest steps, newest first, each once. A replay with fewer steps gives all that it has."""
-
-    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
-        window = count
-        while True:
-            window = min(2 * window, rows.end - rows.begin)
-            positions = np.arange(rows.end - window, rows.end)
-            positions = positions[rows.is_live[rows.rows(positions)]][::-1][:count]
-            if len(positions) == count or window == rows.end - rows.begin:
-                return Draw(positions, positions)
-
-
-class Mixture(Sampler):
-    """Fills shares of each batch by several samplers of single steps.
-
-        parts    (sampler, share) for each; shares add up to 1
-
-    Shares are rounded to whole rows, the largest remainders up. Raises ValueError for other parts and shares.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Sampler, float]]) -> None:
-        try:
-            self.parts, self._shares = [part for part, _ in parts], [float(share) for _, share in parts]
-        except (TypeError, ValueError):
-            raise ValueError(f"parts is {shown(parts)}, expected (sampler, share) for each") from None
-        for part in self.parts:
-            _check_sampler("parts", part)
-        if not self._shares or min(self._shares) <= 0 or not np.isclose(sum(self._shares), 1.0):
-            raise ValueError(f"shares are {self._shares}, expected numbers above 0 that add up to 1")
-
-    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
-        draws = [
-            part.draw(rows, size, generator)
-            for part, size in zip(self.parts, counts_of(self._shares, count), strict=True)
-            if size
-        ]
-        if any(each.positions.ndim != 1 for each in draws):
-            raise ReplayError("a Mixture takes samplers of single steps; expected Sequences(..., of=Mixture(...))")
-        weights = None
-        if any(each.weights is not None for each in draws):
-            weights = np.concatenate(
-                [np.ones(len(each.ids), np.float32) if each.weights is None else each.weights for each in draws]
-            )
-        positions = np.concatenate([each.positions for each in draws])
-        return Draw(positions, positions, weights)
-
-
 class Sequences(Sampler):
     """Draws rows of consecutive steps of one episode.
 
@@ -263,14 +215,6 @@ def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:
 def _check_sampler(name: str, sampler: Any) -> None:
     if not isinstance(sampler, Sampler):
         raise ValueError(f"{name}: got {shown(sampler)}, expected a sampler such as Uniform()")
-
-
-def counts_of(shares: Sequence[float], count: int) -> list[int]:
-    """`count` cut into whole numbers by shares, the largest remainders rounded up."""
-    exact = np.array(shares) * count
-    counts = np.floor(exact + 1e-9).astype(int)
-    counts[np.argsort(counts - exact, kind="stable")[: count - int(counts.sum())]] += 1
-    return [int(each) for each in counts]
 
 
 def _uniform(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints:

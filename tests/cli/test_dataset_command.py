@@ -18,7 +18,6 @@ from serial_module import SerialModule
 
 from rollflow import DatasetSource, MultiAgentRollout, Rollout
 from rollflow.cli.main import main
-from rollflow.sinks.datasets.episode_block import histogram
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +62,6 @@ def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, shown: Says
     assert f"episodes      {episodes}, {cut} without beginning or end\nsteps         {steps}\n" in text
     lengths = [len(episode) for episode in source.episodes()]
     assert f"length        mean {np.mean(lengths):.2f}, deviation {np.std(lengths):.2f}, median" in text
-    *_, bars = text.partition("length  ")
-    assert sum(int(line.rsplit(maxsplit=1)[-1]) for line in bars.splitlines()[1:]) == episodes
 
 
 @pytest.mark.parametrize("all_are", [False, True])
@@ -149,12 +146,6 @@ def test_a_merge_that_fails_leaves_nothing_or_says_what_is_left(played: Played, 
     more = DatasetSource(old).num_steps - before
     assert more >= DatasetSource(one).num_steps
     assert f"{old} has {more} steps more, but not all: " in error
-
-
-@pytest.mark.parametrize("values", [[1e17], [-1e308, 1e308], [2.0**60, 3.5, -7.0], [1e308, 1e308]])
-def test_a_histogram_has_every_value_however_large(values: list[float]) -> None:
-    counts = [int(line.split()[-1]) for line in histogram(np.array(values))]
-    assert sum(counts) == len(values)
 
 
 def test_merge_refuses_datasets_of_several_kinds_at_once(played: Played, tmp_path: Path, refused: Says) -> None:

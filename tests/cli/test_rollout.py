@@ -121,16 +121,14 @@ def test_a_host_writes_a_checkpoint_when_it_is_told_to_end_and_goes_on_from_it(t
 @pytest.mark.slow
 def test_a_replay_of_ones_own_is_served_until_the_command_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from rollflow import Replay\n"
-        "from rollflow.sinks import Newest\n"
-        "def made():\n"
-        "    return Replay(512, sampler=Newest(), batch_size=3)\n"
+        "from rollflow import Replay\ndef made():\n    return Replay(512, batch_size=3)\n"
     )
     where = ["--rollouts", f"unix:{tmp_path}/rollouts", "--trainers", f"unix:{tmp_path}/trainers"]
     with command("replay-host", *where, "--replay", "mine:made", cwd=tmp_path) as host:
         with ReplayClient(f"unix:{tmp_path}/trainers") as client:
             with feeding(f"unix:{tmp_path}/rollouts", [0], num_fragments=2) as running:
                 pass
-            assert client.sample()["rewards"].tolist() == [running.rollout.num_steps - each for each in range(3)]
+            assert client.report().inserted == running.rollout.num_steps
+            assert client.sample()["rewards"].shape == (3,)
         host.terminate()
         assert host.wait(60) == 128 + signal.SIGTERM

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from feeding_rollouts import fed, trainer
+from newest_sampler import Newest
 from places import PLACES
 from replayed import write_dataset
 from small_env import SmallEnv
 
 from rollflow import DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
 from rollflow.nodes import MultiAgentEnv
-from rollflow.sinks import Newest, Sequences
+from rollflow.sinks import Sequences
 from rollflow.stream.multi_agent.whole_episodes import EpisodeCollector
 
 SEEN, CHOSEN, LENGTH = gym.spaces.Box(0, 99, (2,)), gym.spaces.Discrete(2), 6

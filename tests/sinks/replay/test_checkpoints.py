@@ -13,12 +13,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from newest_sampler import Newest
 from property_examples import examples
 from replayed import Played, insert_all, rows_of
 from wire_values import same
 
 from rollflow import Replay
-from rollflow.sinks import Episodes, Newest, Prioritized, Storage
+from rollflow.sinks import Episodes, Prioritized, Storage
 from rollflow.sinks.replay import row_index
 from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
 from rollflow.stream import ReplayError
@@ -93,7 +94,7 @@ def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
     tmp_path_factory: pytest.TempPathFactory, played: Played, capacity: int, parts: list[Any], make: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("any") / "replay"
-    replays = {name: Replay(capacity, sampler=make(), max_samples=2, seed=0) for name in "ab"}
+    replays = {name: Replay(capacity, sampler=make(), seed=0) for name in "ab"}
     given_to = dict.fromkeys("ab", 0)
     for name, count in parts:  # two replays in turn: neither may trust what the other has written
         replay = replays[name]
@@ -102,7 +103,7 @@ def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
         if len(replay):
             replay.sample(8)
         replay.save(folder)
-        again = Replay(capacity, sampler=make(), max_samples=2)
+        again = Replay(capacity, sampler=make())
         again.load(folder)
         assert same(again.get_state(), replay.get_state())
         if count % 2:

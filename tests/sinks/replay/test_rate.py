@@ -84,10 +84,9 @@ def test_in_a_plain_loop_batches_come_as_the_ratio_asks() -> None:
             replay.sample()
 
 
-@pytest.mark.parametrize("max_samples", [None, 3])
-def test_threads_wait_for_each_other_and_all_is_done(max_samples: int | None) -> None:
+def test_threads_wait_for_each_other_and_all_is_done() -> None:
     played = Played(4, 60, lengths=(3, 9), fragment_length=4)
-    replay = Replay(200, rate=SamplesPerInsert(2.0, min_size=32), batch_size=8, max_samples=max_samples, seed=0)
+    replay = Replay(200, rate=SamplesPerInsert(2.0, min_size=32), batch_size=8, seed=0)
     total, sampled = sum(fragment.num_steps for fragment in played.fragments), 0
 
     def insert() -> None:

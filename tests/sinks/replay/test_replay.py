@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from newest_sampler import Newest
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples, strategies
 from replayed import Played, insert_all, plays, rows_of, write_dataset
@@ -26,8 +27,6 @@ from rollflow.sinks import (
     Draw,
     Episodes,
     HindsightGoals,
-    Mixture,
-    Newest,
     Prioritized,
     SampledNStepReturns,
     Sampler,
@@ -43,7 +42,6 @@ SINGLE: list[Callable[[], Sampler]] = [
     Uniform,
     Newest,
     Prioritized,
-    lambda: Mixture([(Uniform(), 0.5), (Newest(), 0.2), (Prioritized(), 0.3)]),
 ]
 
 
@@ -178,8 +176,8 @@ def test_a_state_of_another_sampler_is_refused_by_name() -> None:
         plain.set_state(weighed.get_state())
     with pytest.raises(ReplayError, match=r"of a sampler with alpha=0.6, expected 0.0"):
         Replay(20, sampler=Prioritized(alpha=0.0)).set_state(weighed.get_state())
-    with pytest.raises(ReplayError, match="with max_samples=2, expected None"):
-        plain.set_state(Replay(20, max_samples=2).get_state())
+    with pytest.raises(ReplayError, match="with max_samples=2, which there is no longer"):
+        plain.set_state({**plain.get_state(), "max_samples": 2})
     with pytest.raises(ReplayError, match="with capacity=20, expected 21"):
         Replay(21).set_state(plain.get_state())
 
@@ -227,29 +225,6 @@ def test_columns_keep_their_types_and_each_observation_stands_once() -> None:
     assert replay.nbytes <= 400 * step + (400 + 64) * seen
 
 
-def test_steps_leave_after_so_many_samples() -> None:
-    played = Played(2, 6, lengths=(100, 100), fragment_length=5)
-    replay = Replay(100, sampler=Newest(), max_samples=2)
-    replay.insert(played.fragments[0])
-    assert len(replay.sample(4)["ids"]) == 4
-    assert len(replay) == 10
-    batch = replay.sample(4)
-    assert (batch["ids"].tolist(), batch["age"].tolist()) == ([9, 8, 7, 6], [1, 2, 3, 4])
-    assert len(replay) == 6
-    assert replay.sample(4)["ids"].tolist() == [5, 4, 3, 2]
-
-
-def test_an_episode_leaves_after_so_many_samples() -> None:
-    played = Played(2, 8, lengths=(3, 4), fragment_length=5)
-    replay = Replay(200, sampler=Episodes(), max_samples=1, seed=0)
-    insert_all(replay, played.fragments)
-    drawn: list[tuple[int, int]] = []
-    while len(replay) > 14:  # those that have not ended
-        rows = replay.sample(1)["seen"][0]
-        drawn.append((int(rows[0, 0]), int(rows[0, 1])))
-    assert len(drawn) == len(set(drawn)) >= 10
-
-
 @pytest.mark.parametrize(
     ("draw", "told"),
     [
@@ -260,7 +235,7 @@ def test_an_episode_leaves_after_so_many_samples() -> None:
         (lambda count: None, r"has returned None, expected a Draw"),
     ],
 )
-@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: Mixture([(own, 1.0)]), lambda own: Sequences(2, of=own)])
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: Sequences(2, of=own)])
 def test_what_a_sampler_of_ones_own_draws_has_steps(draw: Any, told: str, wrap: Any) -> None:
     ways = [draw, lambda count: Draw(np.arange(count), np.arange(count))]
 
@@ -287,15 +262,7 @@ def test_what_a_sampler_of_ones_own_draws_has_steps(draw: Any, told: str, wrap: 
         (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected a number above 0"),
         (lambda: SamplesPerInsert(1.0, 0), "min_size is 0, expected a whole number from 1 on"),
         (lambda: Replay(10, rate=SamplesPerInsert(1.0, 11)), "min_size is 11, but the capacity is 10"),
-        (
-            lambda: Replay(1000, rate=SamplesPerInsert(2.5), max_samples=2),
-            r"before they have been sampled 2.5 times, as the rate asks; expected max_samples=3 at least",
-        ),
         (lambda: Replay(10, pieces=[3]), "pieces is 3, expected connector pieces"),  # type: ignore[list-item]
-        (lambda: Replay(10, sampler=Sequences(2), max_samples=1), "max_samples removes single steps, which"),
-        (lambda: Mixture([(Uniform(), 0.5)]), r"shares are \[0.5\], expected numbers above 0 that add up to 1"),
-        (lambda: Mixture([Uniform(), Newest()]), r"parts is \[<.*, expected \(sampler, share\) for each"),  # type: ignore[list-item]
-        (lambda: Mixture([("uniform", 1.0)]), "parts: got 'uniform', expected a sampler"),  # type: ignore[list-item]
         (lambda: Sequences(4, of=Uniform), "of: got <class .*, expected a sampler"),  # type: ignore[arg-type]
         (lambda: Storage(extra="action_logp"), "extra is 'action_logp', expected None, or a list of names"),  # type: ignore[arg-type]
         (lambda: Replay(10, storage="rows.bin"), "storage is 'rows.bin', expected a Storage"),  # type: ignore[arg-type]
@@ -357,16 +324,13 @@ def test_whole_episodes_of_a_rollout_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [1, 60, 120])
-def test_uniform_draws_are_uniform_however_many_steps_are_gone(before: int) -> None:
+def test_uniform_draws_are_uniform() -> None:
     played = Played(4, 5, lengths=(1, 3))
     counts = np.zeros(200, np.int64)
     for seed in range(400):
-        replay = Replay(200, sampler=Uniform(), max_samples=1, seed=seed)
+        replay = Replay(200, sampler=Uniform(), seed=seed)
         insert_all(replay, played.fragments)
-        first, second = replay.sample(before)["ids"], replay.sample(10)["ids"]
-        assert not set(first.tolist()) & set(second.tolist())
-        counts += np.bincount(second.numpy(), minlength=200)
+        counts += np.bincount(replay.sample(10)["ids"].numpy(), minlength=200)
     steps = replay.report().inserted
     drawn = counts[counts > 0]
     assert len(drawn) == steps

@@ -22,11 +22,12 @@ from feeding_rollouts import SHORT, feeding, rollout_of, weights
 from held_envs import await_that
 from killable_trainer import forked
 from leftovers import held_here
+from newest_sampler import Newest
 from replayed import Played, client_of, serving
 
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
-from rollflow.sinks import Newest, Prioritized, ReplayClient, SamplesPerInsert
+from rollflow.sinks import Prioritized, ReplayClient, SamplesPerInsert
 from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
@@ -119,7 +120,7 @@ def test_a_side_that_stands_still_holds_the_other_one_within_the_ratio(tmp_path:
 
 
 def test_a_batch_that_is_too_large_for_the_sampler_is_not_drawn(tmp_path: Path) -> None:
-    replay = Replay(4096, max_samples=1, seed=0)
+    replay = Replay(4096, seed=0)
     limits = Limits(max_frame=1 << 16, undelivered=1 << 17)
     with serving(replay, tmp_path) as host, client_of(host, limits=limits) as client:
         with feeding(host.rollouts, [0, 1], num_fragments=6):

@@ -14,13 +14,14 @@ from feeding_rollouts import feeding, weights_of_agents
 from held_envs import await_that
 from hypothesis import given, settings, strategies as st
 from lost_agents import numbers
+from newest_sampler import Newest
 from property_examples import examples
 from replayed import Played, client_of, insert_all, serving
 from replayed_agents import TURNS, fragments_of, of_two_modules, rows_in, steps_by_module
 from serial_module import at_of
 
 from rollflow import Replay
-from rollflow.sinks import Newest, Prioritized, SampledNStepReturns, SamplesPerInsert, Storage
+from rollflow.sinks import Prioritized, SampledNStepReturns, SamplesPerInsert, Storage
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
