@@ -6,7 +6,7 @@
     Discrete(n)      n logits                                  space's dtype[B]
     MultiDiscrete    all parts' logits, end to end             space's dtype[B, *shape]
     MultiBinary      one logit for each                        i8[B, *shape]
-    Box              means, then logarithms of deviations      space's dtype[B, *shape]; nearest whole numbers
+    Box of floats    means, then logarithms of deviations      space's dtype[B, *shape]
     Dict, Tuple      all parts' inputs, end to end             dict or tuple of those
 
 A logit of `RULED_OUT` or less rules its action out: -inf, the least finite float, and -1e9, which is often written.
@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from rollflow.stream.data.columns import RULED_OUT
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.data.space import leaves_within, whole_bounds
+from rollflow.stream.data.space import leaves_within
 from rollflow.stream.data.tree import Tree, leaves_of, library_of
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
@@ -36,7 +36,6 @@ _DRAWN, _DRAWN_THERE = 1 << 15, 1 << 19  # numbers at a time: arrays, tensors
 _SMALLEST = np.finfo(np.float32).tiny
 _ONE_HALF, _LOG_SQRT_TWO_PI_TENSOR = torch.tensor([0.5, _LOG_SQRT_TWO_PI], device="cpu")
 _HALF = (torch.float16, torch.bfloat16)
-_FLAT, _FAR = 1e-3, 1e6  # in deviations: a density hardly changes over the one; no number lies beyond the other
 
 
 class Distribution(Protocol):
@@ -102,10 +101,8 @@ def distribution_for(space: gym.Space[Any]) -> DistributionType:
         return DistributionType(space, int(space.nvec.sum()), partial(MultiCategorical, space=space))
     if isinstance(space, spaces.MultiBinary):
         return DistributionType(space, math.prod(space.shape), partial(Bernoulli, shape=space.shape))
-    if isinstance(space, spaces.Box):
+    if isinstance(space, spaces.Box) and space.dtype.kind == "f":
         make = partial(DiagGaussian, shape=space.shape, dtype=_dtype_of(space))
-        if space.dtype.kind in "iub":
-            make = partial(RoundedGaussian, shape=space.shape, dtype=_dtype_of(space), bounds=whole_bounds_of(space))
         return DistributionType(space, 2 * math.prod(space.shape), make)
     if isinstance(space, spaces.Dict | spaces.Tuple):
         named = dict(space.items()) if isinstance(space, spaces.Dict) else dict(enumerate(space))
@@ -114,8 +111,8 @@ def distribution_for(space: gym.Space[Any]) -> DistributionType:
         as_tuple = isinstance(space, spaces.Tuple)
         return DistributionType(space, width, partial(MultiDistribution, types=parts, as_tuple=as_tuple))
     raise ModuleError(
-        f"no distribution over {space}; expected Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of "
-        "those, or a module that gives 'actions' itself"
+        f"no distribution over {space}; expected Discrete, MultiDiscrete, MultiBinary, a Box of floats, or a Dict or "
+        "Tuple of those, or a module that gives 'actions' itself; whole numbers are Discrete or MultiDiscrete ones"
     ).see("distribution")
 
 
@@ -422,42 +419,6 @@ class DiagGaussian:
         return _shaped(values, self._shape, self._dtype)
 
 
-class RoundedGaussian(DiagGaussian):
-    """`DiagGaussian` over a Box of whole numbers: what it draws is rounded to the nearest one, then clipped.
-
-    The probability of a whole number is that of all numbers that become it; entropy and divergence are those of the
-    normal distributions.
-    """
-
-    __slots__ = ("_bounds",)
-
-    def __init__(
-        self, inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, bounds: "tuple[Tensor, ...]"
-    ) -> None:
-        super().__init__(inputs, shape, dtype)
-        self._bounds = tuple(bound.to(inputs.device) for bound in bounds)
-
-    def logp(self, value: Tensor) -> Tensor:
-        (_, _, low, high), flat = self._bounds, value.reshape(self.mean.shape).double()
-        away, narrow = flat - self.mean.double(), torch.exp(-self.log_std.double())
-        is_low, is_high = flat <= low, flat >= high
-        # Both ends of what becomes the number, on the side of the mean where logarithms keep their digits. Branches
-        # that are not chosen stay finite: their gradients would be 0 times infinity.
-        held = narrow.clamp(_FLAT, _FAR)
-        near = ((0.5 - away.abs()) * held).clamp(-_FAR, _FAR)
-        inner = torch.special.log_ndtr(near)
-        share = torch.log(-torch.expm1(torch.special.log_ndtr(near - held) - inner))
-        z = (away * narrow).clamp(-_FAR, _FAR)
-        wide = -0.5 * z * z - self.log_std.double() - _LOG_SQRT_TWO_PI  # there the density is as good, and no 0
-        logp = torch.where(narrow < _FLAT, wide, inner + share)
-        logp = torch.where(is_low, torch.special.log_ndtr(((0.5 + away) * narrow).clamp(-_FAR, _FAR)), logp)
-        logp = torch.where(is_high, torch.special.log_ndtr(((0.5 - away) * narrow).clamp(-_FAR, _FAR)), logp)
-        return torch.where(is_low & is_high, 0.0, logp).sum(-1).to(self.mean.dtype)
-
-    def _actions(self, values: Tensor) -> Tensor:
-        return _shaped(nearest_whole(values, self._bounds), self._shape, self._dtype)
-
-
 class Deterministic:
     """Distribution that always gives the same action; its log-probability counts as 0.
 
@@ -486,23 +447,6 @@ def _shaped(flat: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if flat.dtype is dtype and len(shape) == 1:  # at every vector step of most robots
         return flat
     return flat.reshape(*flat.shape[:-1], *shape).to(dtype)
-
-
-def whole_bounds_of(box: spaces.Box) -> tuple[Tensor, ...]:
-    """The bounds of a Box of whole numbers for `nearest_whole`: i64[D] or u64[D] twice, then `whole_bounds`, f64[D]."""
-    # Selected in i64, which more of torch's functions take, where that holds all of the numbers.
-    wide = np.uint64 if box.dtype == np.uint64 else np.int64
-    return tuple(
-        torch.from_numpy(each.reshape(-1)) for each in (box.low.astype(wide), box.high.astype(wide), *whole_bounds(box))
-    )
-
-
-def nearest_whole(values: Tensor, bounds: Sequence[Tensor]) -> Tensor:
-    """The whole numbers i64[..., D] or u64[..., D] within bounds that are nearest to floats any[..., D]."""
-    (low, high, below, above), numbers = bounds, values.double().round()
-    is_low, is_high = numbers <= below, numbers >= above
-    inside = torch.where(is_low | is_high, 0.0, numbers).to(low.dtype)
-    return torch.where(is_low, low, torch.where(is_high, high, inside))
 
 
 def _dtype_of(space: gym.Space[Any]) -> torch.dtype:

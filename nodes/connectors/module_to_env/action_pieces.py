@@ -41,8 +41,6 @@ from rollflow.nodes.modules.distribution import (
     JointRaces,
     Races,
     distribution_for,
-    nearest_whole,
-    whole_bounds_of,
     without_choice,
 )
 from rollflow.nodes.modules.rl_module import RLModule
@@ -628,13 +626,18 @@ class NormalizeAndClipActions(ActionPiece):
 def _in_type(space: Space, actions: torch.Tensor, bounds: Any = None) -> torch.Tensor:
     """Items of a space without parts in its dtype: that of `ARRAYS` for tensors, which works out the bounds itself."""
     dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
-    if actions.is_floating_point() and not dtype.is_floating_point:
-        if not isinstance(space, spaces.Box):
-            return actions.round().to(dtype)
-        numbers = actions.reshape(actions.shape[0], -1)
-        within = [bound.to(actions.device) for bound in whole_bounds_of(space)]
-        actions = nearest_whole(numbers, within).reshape(actions.shape)
-    return actions.to(dtype)
+    if dtype.is_floating_point or not actions.is_floating_point():
+        return actions.to(dtype)
+    if not isinstance(space, spaces.Box):
+        return actions.round().to(dtype)
+    # Selected in i64, which more of torch's functions take, where that holds all of the numbers.
+    wide: Any = np.uint64 if space.dtype == np.uint64 else np.int64
+    ends = space.low.astype(wide), space.high.astype(wide), *whole_bounds(space)
+    low, high, below, above = (torch.from_numpy(end).to(actions.device) for end in ends)
+    numbers = actions.double().round()
+    is_low, is_high = numbers <= below, numbers >= above
+    inside = torch.where(is_low | is_high, 0.0, numbers).to(low.dtype)
+    return torch.where(is_low, low, torch.where(is_high, high, inside)).to(dtype)
 
 
 TENSORS: Numerics = torch, torch.Tensor.double, _in_type

@@ -202,17 +202,6 @@ def test_the_environment_gets_what_is_recorded_in_its_spaces_types(kind: str, se
     assert sum(map(check_echo, chunks)) == 30 * (1 + several)
 
 
-class Draws(RLModule):
-    """Draws from normal distributions far outside of a Box of whole numbers, or inside."""
-
-    def setup(self) -> None:
-        width = self.get_train_action_dist_cls().required_input_dim
-        self.weight = torch.nn.Parameter(torch.tensor([-300.0, 300.0, 7.2, 0.5] * 9)[:width])
-
-    def _forward(self, batch: Any, **kwargs: Any) -> Any:
-        return {"action_dist_inputs": self.weight.expand(len(batch["obs"]), -1)}
-
-
 WHOLE: dict[str, spaces.Space[Any]] = {
     "bytes": spaces.Box(0, 255, (2,), np.uint8),
     "i8": spaces.Box(-100, 100, (2,), np.int8),
@@ -220,23 +209,6 @@ WHOLE: dict[str, spaces.Space[Any]] = {
     "nested bytes": spaces.Dict({"a": spaces.Box(0, 255, (1,), np.uint8), "b": spaces.Tuple([box("int16", 1)])}),
 }
 ACTION_SPACES |= WHOLE
-
-
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("explore", [False, True])
-@pytest.mark.parametrize("kind", WHOLE)
-def test_drawn_whole_numbers_lie_in_their_box_with_their_probability(kind: str, explore: bool, several: bool) -> None:
-    options: Any = {"module": Draws, "explore": explore, "fragment_length": 20, "num_fragments": 1, "seed": 0}
-    with made(partial(Echo, kind), several=several, **options) as rollout:
-        fragments = list(rollout.fragments())
-        [module] = rollout.module.values() if several else [rollout.module]
-    for chunk in chunks_of(fragments):
-        assert check_echo(chunk) == 20
-        actions = map_tree(torch.from_numpy, map_tree(np.array, chunk.get_actions()))
-        inputs = torch.from_numpy(chunk.get_extra_model_outputs("action_dist_inputs").copy())
-        again = module.get_train_action_dist_cls().from_logits(inputs).logp(actions)
-        recorded = torch.from_numpy(chunk.get_extra_model_outputs("action_logp").copy())
-        torch.testing.assert_close(recorded, again.detach() if explore else torch.zeros(20))
 
 
 @pytest.mark.parametrize("several", [False, True])
