@@ -200,14 +200,15 @@ class ReadyLane(Lane):
         self._rewards[index] = rewards
         after, has_begun = places + self.layout.num_slots, 1 in were_reset.tobytes()
         if has_begun:
-            begun = slots[were_reset]
-            check_reset_rewards(begun, rewards[were_reset])
+            at_reset = were_reset.nonzero()[0]
+            begun = slots[at_reset]
+            check_reset_rewards(begun, rewards[at_reset])
             self.num_steps -= len(begun)
-            if self._lost.any():
+            if 1 in self._lost.tobytes():
                 after -= self.layout.num_slots * self._lost[slots]
                 self._version_written = -1  # in their rows is that of the actions that were lost
                 self._lost[begun] = False
-            self.episode_start[begun] = after[were_reset] // self.layout.num_slots
+            self.episode_start[begun] = after[at_reset] // self.layout.num_slots
             self.episode_number[begun] += 1
             self._resets[begun] = False
         # What raised so far was not taken in: it counts as under way.
@@ -218,14 +219,15 @@ class ReadyLane(Lane):
         self.num_steps += count
         if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
             if has_begun:
-                terminateds, truncateds = terminateds & ~were_reset, truncateds & ~were_reset
+                made_steps = ~were_reset
+                terminateds, truncateds = terminateds & made_steps, truncateds & made_steps
             self._put(index, count, {Columns.TERMINATEDS: terminateds, Columns.TRUNCATEDS: truncateds})
-            done = terminateds | truncateds
+            done = (terminateds | truncateds).nonzero()[0]
             if final is None:
-                self._resets[slots] |= done
+                self._resets[slots[done]] = True
             else:
                 self._finals.append((slots[done], final[0]))
-                for place in done.nonzero()[0].tolist():
+                for place in done.tolist():
                     self._final_infos.of_slots[int(slots[place])] = copied(info_of(final[1], place))
         if infos:
             self._keep_infos(slots, infos)
