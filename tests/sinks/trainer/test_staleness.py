@@ -211,13 +211,13 @@ def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_o
 def test_a_version_is_seen_once_turns_can_begin_with_it() -> None:
     envs, seen = listening(RemoteRollouts), []
     with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:
-        send = rollout._execution.send
+        send = rollout.environments.broadcast
 
         def sending(published: Any) -> None:
             seen.append(rollout.policy_version)
             send(published)
 
-        rollout._execution.send = sending
+        rollout.environments.broadcast = sending
         assert rollout.publish_as(3, weights(3.0))
         assert not rollout.publish_as(3, weights(4.0))
         assert seen == [0]
