@@ -51,7 +51,6 @@ class Logged:
     infos: Mapping[str, Any] = field(default_factory=dict)
     ended: tuple[bool, bool] | None = None
     action: Tree = None
-    has_action: bool = False
 
 
 class EpisodeLane(VectorEnv[Any, Any, Any]):
@@ -103,9 +102,9 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
     def action_of(self, logged: Logged, timeout: float | None) -> Tree:
         """The action for an observation. Raises EnvError in the end, and TimeoutError after so many seconds."""
         with self._changed:
-            if not self._changed.wait_for(lambda: logged.has_action or self._error is not None, timeout):
+            if not self._changed.wait_for(lambda: logged.action is not None or self._error is not None, timeout):
                 raise TimeoutError(f"no action has come within {timeout:g} s")
-            if not logged.has_action:
+            if logged.action is None:
                 raise self._raised()
             return logged.action
 
@@ -142,7 +141,7 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
                 observation, infos = self.reset()
                 return observation, np.zeros(1), np.zeros(1, np.bool_), np.zeros(1, np.bool_), infos
             if self._asking is not None:
-                self._asking.action, self._asking.has_action = tree_at(map_tree(np.array, actions), 0), True
+                self._asking.action = tree_at(map_tree(np.array, actions), 0)
                 self._changed.notify_all()
             logged = self._next()
             self._asking, self._is_over = (logged, False) if logged.ended is None else (None, True)

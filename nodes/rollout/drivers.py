@@ -5,7 +5,6 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from threading import get_ident
 from time import monotonic
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import NodeMeter, clock
-from rollflow.stream.graph.run_doctor import Doctor, loop_held_up
+from rollflow.stream.graph.run_doctor import Doctor, behind_loop
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.trace import FragmentName
@@ -114,9 +113,7 @@ class Driver:
         look, caller = self.run.look(), self.run.counters.caller
         if look is None or not (self._reader and self._fragments and caller.is_waiting):
             return look
-        held = loop_held_up("a task or a callback", self._put_at, max(caller.items, 1), self._reader)
-        reader = replace(look.waits[CALLER], on=(held.name,))
-        return replace(look, waits={**look.waits, CALLER: reader, held.name: held})
+        return behind_loop(look, [CALLER], "a task or a callback", self._put_at, max(caller.items, 1), self._reader)
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""

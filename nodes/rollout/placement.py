@@ -101,25 +101,22 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: EnvKind) -> Any:
     options["slot_seeds"] = asked.slot_seeds
     if asked.autoreset_mode is not None:
         options["autoreset_mode"] = asked.autoreset_mode
-    if _are_apart(env, asked, kind):
-        options |= {"lanes": 1, "max_wait": asked.forward.max_wait, **asked.timeouts.keywords()}
-        if where == "processes":
-            options["workers"] = workers
-        else:  # torch's own threads and compilers would stay on the core
-            options["may_share_core"] = asked.forward.threads == 1 and not asked.forward.compile
-        return READY_NODES[where](env, kind=kind, **options)
-    if lanes is None and where != "inline" and not _is_made(env, kind):
-        # One lane of processes at the least steps while another is in the forward pass.
-        most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
-        lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
-    options["lanes"] = lanes
     if where in ("processes", "rollouts"):
         options["workers"] = workers
     if where != "inline":
         options |= asked.timeouts.keywords()
     elif asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
-    return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind, **options)
+    if _are_apart(env, asked, kind):
+        options |= {"lanes": 1, "max_wait": asked.forward.max_wait}
+        if where == "threads":  # torch's own threads and compilers would stay on the core
+            options["may_share_core"] = asked.forward.threads == 1 and not asked.forward.compile
+        return READY_NODES[where](env, kind=kind, **options)
+    if lanes is None and where != "inline" and not _is_made(env, kind):
+        # One lane of processes at the least steps while another is in the forward pass.
+        most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
+        lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
+    return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind, lanes=lanes, **options)
 
 
 def _are_apart(env: Any, asked: RolloutOptions, kind: EnvKind) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import random
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -77,7 +78,7 @@ def race(env: Any, options: RolloutOptions, trial: Trial) -> Result:
             fragments = alone.fragments()
             next(fragments)
             start_s = time.perf_counter() - began
-            step_s = min(_seconds(partial(next, fragments)) for _ in range(3))
+            step_s = min(timeit.repeat(partial(next, fragments), number=1, repeat=3))
             result.ruled_out.update(_refusals(options, alone))
         if slots * start_s > _STARTS_S:
             slots = min(slots, max(options.lanes or 1, options.workers or 1, 4 * core_count()))
@@ -121,12 +122,6 @@ def trial_of(rollout: type, options: RolloutOptions) -> Trial:
 
 def _first(env: Any, slots: int) -> Any:
     return env[:slots] if isinstance(env, list | tuple) else env
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def _rate(rollout: Any) -> float:

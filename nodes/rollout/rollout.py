@@ -1,7 +1,7 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
@@ -193,9 +193,8 @@ class Rollout(RolloutLoop[Fragment]):
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults: those of every rollout, of its module and of its returns."""
-        (published, returns), version = self._checks, self.policy_version
-        made = version - self._acting.weights.first_version
-        return *super().signs(), *published.signs(made, self._learner_meter.items), *returns.signs(version)
+        published = self.policy_version - self._acting.weights.first_version
+        return *super().signs(), *self._check.signs(self.policy_version, published, self._learner_meter.items)
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
@@ -223,7 +222,7 @@ class Rollout(RolloutLoop[Fragment]):
         options: dict[str, Any] = {"stateful": acting.is_stateful, "device": getattr(self.environments, "device", None)}
         self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, **options)
         self.learner_pipeline.refuse_edits_while_run_by(self)
-        self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
+        self._check = TrainingCheck(self.module, self.returns)
         self._make_lanes()
 
     def _check_fits(self) -> None:
@@ -238,63 +237,47 @@ class Rollout(RolloutLoop[Fragment]):
         return [self.learner_pipeline]
 
 
-class ReturnsCheck:
-    """Finds returns that are the same from the first on, to the last digit, while the policy changes.
+class TrainingCheck:
+    """Finds weights that are trained and never published, and returns that stay the same while the policy changes.
 
-    If they have changed once, nothing is said any more: a policy that has learnt may well have one return.
-
+    module     that is trained: changes in place are counted by torch itself
     returns    has the last finished episodes' returns, and the count of all
+
+    If returns have changed once, nothing is said of them any more: a policy that has learnt may well have one return.
     """
 
-    def __init__(self, returns: Any) -> None:
-        self._returns = returns
+    def __init__(self, module: Any, returns: Any) -> None:
+        self._module, self._returns = module, returns
+        self._at_first = self._changes()
         self._since: tuple[float, int] | None = None  # return and version at the first look
-        self._has_changed = False
+        self._has_changed = False  # whether returns have
 
-    def signs(self, version: int) -> Sequence[Sign]:
-        """A text if all returns that were looked at are one number, through many versions.
+    def signs(self, version: int, published: int, batches: int) -> Iterator[Sign]:
+        """Texts on what is so now.
 
-        version    published last
+        version      policy version that the rollout acts with
+        published    number of those that were published
+        batches      that were handed out
         """
+        if not published and batches >= _BATCHES and self._changes() != self._at_first:
+            yield Sign(
+                "publish",
+                f"rollout.module was changed while {batches} batches were handed out, and none of its weights were "
+                "published: the rollout acts with those it began with; rollout.publish(rollout.module.state_dict())",
+            )
         last, count = list(self._returns.returns), self._returns.count
         if not last or self._has_changed:
-            return ()
+            return
         if self._since is None:
             self._since = last[0], version
         value, first = self._since
         self._has_changed = min(last) != value or max(last) != value
-        if self._has_changed or version < first + _VERSIONS or count < _EPISODES:
-            return ()
-        text = (
-            f"the returns of all {count:,} episodes are {value:g}, through "
-            f"{version - first} published versions: look at the rewards, and whether actions reach the environment"
-        )
-        return (Sign("returns", text),)
-
-
-class PublishCheck:
-    """Finds a module that is trained and whose weights are never published.
-
-    module    that is trained: changes in place are counted by torch itself
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._at_first = self._changes()
-
-    def signs(self, version: int, batches: int) -> Sequence[Sign]:
-        """A text if the module has changed, and the rollout acts with the weights that it began with.
-
-        version    published last; 0: none was
-        batches    that were handed out
-        """
-        if version or batches < _BATCHES or self._changes() == self._at_first:
-            return ()
-        text = (
-            f"rollout.module was changed while {batches} batches were handed out, and none of its weights were "
-            "published: the rollout acts with those it began with; rollout.publish(rollout.module.state_dict())"
-        )
-        return (Sign("publish", text),)
+        if not self._has_changed and version >= first + _VERSIONS and count >= _EPISODES:
+            yield Sign(
+                "returns",
+                f"the returns of all {count:,} episodes are {value:g}, through {version - first} published versions: "
+                "look at the rewards, and whether actions reach the environment",
+            )
 
     def _changes(self) -> int:
         if not hasattr(self._module, "parameters"):

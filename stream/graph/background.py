@@ -1,17 +1,15 @@
 """Background nodes, which work in other threads, processes or hosts, and the two ways to wait for them.
 
-`wait_for_any` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
+`wait_for_any` blocks a thread without an event loop. `wake_chain` wakes one that is a task of an event loop.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import anyio
-import anyio.abc
 
 from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.graph.meter import NodeMeter, clock
-from rollflow.stream.graph.node import Background, ending_quietly
+from rollflow.stream.graph.node import Background
 from rollflow.stream.graph.wakeup import Wakeup
 
 
@@ -44,20 +42,26 @@ def wait_for_any(nodes: Iterable[tuple[Background, NodeMeter]], bell: Wakeup) ->
     bell     is silenced
     """
     # Nobody reads the descriptors of the other nodes now, so every wait would end.
-    awaited, poll = [(node, meter) for node, meter in nodes if node.in_flight], make_poll()
+    awaited, poll = [each for each in nodes if each[0].in_flight], make_poll()
     poll.register(bell.fileno(), POLLIN)
     for node, _ in awaited:
         if (fd := node.fileno()) >= 0:
             poll.register(fd, POLLIN)
-    least = least_patience(node for node, _ in awaited)
+    least = least_patience(awaited)
     with AtWork([meter for _, meter in awaited]):
-        poll.poll(None if least is None else least * 1e3)
-    bell.silence()
+        ready = poll.poll(None if least is None else least * 1e3)
+    if bell.fileno() in dict(ready):
+        bell.silence()
 
 
-def least_patience(nodes: Iterable[Background]) -> float | None:
+def least_patience(nodes: Iterable[tuple[Background, NodeMeter]]) -> float | None:
     """Seconds after which the first of the nodes is to be asked for outputs; None: no time ends a wait for them."""
-    return min((seconds for node in nodes if (seconds := node.patience) is not None), default=None)
+    least: float | None = None  # without `min`, which takes twice as long
+    for node, _ in nodes:
+        seconds = node.patience
+        if seconds is not None and (least is None or seconds < least):
+            least = seconds
+    return least
 
 
 class ChainWakeup:
@@ -82,34 +86,13 @@ class ChainWakeup:
         self._is_set = False
 
 
-class BackgroundWatch:
-    """Wakes a chain in an event loop when one of its background nodes has completed something."""
+async def wake_chain(node: Background, wake: ChainWakeup, begin: ChainWakeup, scope: anyio.CancelScope) -> None:
+    """Wake a chain in an event loop when one of its background nodes has completed something, until it is cancelled.
 
-    def __init__(self, nodes: Sequence[Background], wake: ChainWakeup, tasks: anyio.abc.TaskGroup | None) -> None:
-        assert tasks is not None
-        self._wake = wake
-        self._scopes: list[anyio.CancelScope] = []
-        self._begins: list[ChainWakeup] = []
-        for node in nodes:
-            if node.fileno() >= 0:
-                self._scopes.append(anyio.CancelScope())
-                self._begins.append(ChainWakeup())
-                watch = partial(self._watch, node, self._scopes[-1], self._begins[-1])
-                tasks.start_soon(ending_quietly, watch)
-
-    def begin(self) -> None:
-        """Watch every node until it has woken the chain once."""
-        for begin in self._begins:
-            begin.set()
-
-    def end(self) -> None:
-        """Stop watching."""
-        for scope in self._scopes:
-            scope.cancel()
-
-    async def _watch(self, node: Background, scope: anyio.CancelScope, begin: ChainWakeup) -> None:
-        with scope:
-            while True:
-                await begin.wait()
-                await anyio.wait_readable(node.fileno())
-                self._wake.set()
+    begin    has it done once
+    """
+    with scope:
+        while True:
+            await begin.wait()
+            await anyio.wait_readable(node.fileno())
+            wake.set()

@@ -96,10 +96,6 @@ class Chain:
         """Carry the outputs of the nodes' `start()` through the chain, one at each step of the iterator."""
         return self._carry_all("start")
 
-    def pump(self) -> None:
-        """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
-        self.carry(*self.runnable.popleft())
-
     def pump_on(self) -> None:
         """Pump until something is pending, a gate has reopened, or nothing is runnable."""
         runnable, pending, mark = self.runnable, self.pending, self._mark
@@ -112,7 +108,10 @@ class Chain:
             mark[1] = -1
 
     def carry(self, deliver: Deliver, item: Any) -> None:
-        """Carry one item through the chain, starting with the call `deliver(item)`."""
+        """Carry one item through the chain, starting with the call `deliver(item)`.
+
+        Raises what a node raises, with the node's name noted.
+        """
         self._mark[0] = clock()
         self._call(deliver, item)
 

@@ -23,8 +23,6 @@ from rollflow.stream.graph.port import (
     check_room,
     gives_nothing,
     is_same_method,
-    leading_to,
-    may_drop_before,
     meet,
     outlet_method,
     own_name,
@@ -33,7 +31,7 @@ from rollflow.stream.graph.port import (
     type_name,
     within,
 )
-from rollflow.stream.graph.run import RunHandle
+from rollflow.stream.graph.run import Run
 from rollflow.stream.observe.graph_picture import graph_picture
 from rollflow.stream.observe.watch import OnStall, StallRules
 
@@ -182,7 +180,9 @@ class Graph:
                 f"{gated.name}: a gate can't stand where another way from '{gated.source[0]}' to '{gated.target[0]}' "
                 "leads through a channel"
             )
-        starts = {name for name, spec in self.nodes.items() if spec.starts}
+        starts = {
+            name for name, spec in self.nodes.items() if spec.is_async or not spec.inlets or "start" in spec.methods
+        }
         unreached = [name for name in self.nodes if name not in starts | self.reached_from(starts)]
         if unreached:
             raise GraphError(
@@ -218,9 +218,25 @@ class Graph:
         """The nodes that items of the nodes `names` may come to; one of `names` itself only if in a cycle."""
         return reached(names, [(edge.source[0], edge.target[0]) for edge in self.edges])
 
+    def leading_to(self, name: str) -> set[str]:
+        """A node and all nodes that lead to it, without feedback edges."""
+        return {name} | reached([name], [(edge.target[0], edge.source[0]) for edge in self.edges if not edge.feedback])
+
+    def is_only_way(self, edge: Edge) -> bool:
+        """True if the items on an edge go nowhere else, except within the composite node that they come from."""
+        ports = [edge.source]
+        while ports:
+            port = ports.pop()
+            inside = port[0][: port[0].rfind("/") + 1]
+            ways = [each for each in (*self.edges, *self.outputs.values()) if each.source == port]
+            if len([each for each in ways if not (inside and each.target[0].startswith(inside))]) > 1:
+                return False
+            ports += [each.source for each in self.edges if each.target[0] == port[0] and not each.feedback]
+        return True
+
     def sources_of(self, name: str) -> list[Any]:
         """The nodes that lead to a node, as they were added, in the order of the flow; without feedback edges."""
-        before = leading_to(name, self.edges)
+        before = self.leading_to(name)
         found: dict[int, Any] = {}
         for each in self.flow_order():
             if each in before and each != name:
@@ -284,7 +300,7 @@ class Graph:
 
     def run(
         self, *, stall_after: float | None = 5.0, on_stall: OnStall = "log", trace: str | PathLike[str] | None = None
-    ) -> RunHandle:
+    ) -> Run:
         """`async with graph.run() as run:` checks the graph and runs it until the block is left.
 
         A node's error is raised unchanged, with the node's name in a note.
@@ -294,7 +310,7 @@ class Graph:
             trace          file for a trace of the run; compressed if it ends in .gz; None: none
         """
         self.validate()
-        return RunHandle(self, StallRules(stall_after, on_stall), trace)
+        return Run(self, StallRules(stall_after, on_stall), trace)
 
     # Inside
 
@@ -327,7 +343,10 @@ class Graph:
     def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
         """Call `take_sources` of the nodes that have it, and expand composite nodes again if they ask for it."""
         for name, take_sources in self.having("take_sources", names):
-            drops = may_drop_before(name, self.edges)
+            before = self.leading_to(name)
+            drops = any(
+                each.overflow != "block" for each in self.edges if each.target[0] in before and not each.feedback
+            )
             with noted(f"in node '{name}'"):
                 changed = list(take_sources(self.sources_of(name), drops=drops, is_all=is_all))
             for prefix, whole in list(self.wholes.items()):

@@ -38,11 +38,6 @@ class NodeSpec:
     run: Callable[..., Awaitable[None]] | None = None
 
     @property
-    def starts(self) -> bool:
-        """True if the node can send items before it has got any."""
-        return self.is_async or not self.inlets or "start" in self.methods
-
-    @property
     def background(self) -> Background | None:
         """The node, if it works in the background."""
         return self.node if "completed" in self.methods else None
@@ -280,28 +275,3 @@ def reached(names: Iterable[str], ways: Iterable[tuple[str, str]]) -> set[str]:
         found |= more
         waiting += more
     return found
-
-
-def leading_to(name: str, edges: Iterable[Edge]) -> set[str]:
-    """A node and all nodes that lead to it, without feedback edges."""
-    return {name} | reached([name], [(each.target[0], each.source[0]) for each in edges if not each.feedback])
-
-
-def is_only_way(edge: Edge, edges: Iterable[Edge]) -> bool:
-    """True if the items on an edge go nowhere else, except within the composite node that they come from."""
-    edges, ports = list(edges), [edge.source]
-    while ports:
-        port = ports.pop()
-        inside = port[0][: port[0].rfind("/") + 1]
-        ways = [each for each in edges if each.source == port and not (inside and each.target[0].startswith(inside))]
-        if len(ways) > 1:
-            return False
-        before = [each for each in edges if each.target[0] == port[0] and not (each.feedback or each.is_output)]
-        ports += [each.source for each in before]
-    return True
-
-
-def may_drop_before(name: str, edges: Iterable[Edge]) -> bool:
-    """True if an edge on the way to a node may drop items."""
-    before = leading_to(name, edges)
-    return any(each.overflow != "block" and not each.feedback for each in edges if each.target[0] in before)

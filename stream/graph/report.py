@@ -9,7 +9,6 @@ from rollflow.stream.observe.svg import preformatted
 from rollflow.stream.observe.waits import CALLER
 
 LEARNER = "learner_pipeline"
-_EDGE_COUNTS = "name", "capacity", "items", "held", "peak", "dropped", "blocked_count"  # of a meter, as they are
 _NO_PIECES: Mapping[str, str] = {}
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for
 
@@ -206,12 +205,9 @@ def report_of(
         node_report(elapsed_ns, node, counts, current.get(node.name, 0), pieces.get(node.name, ""))
         for node, counts in read
     ]
-    edge_reports = [
-        EdgeReport(
-            **{each: getattr(edge, each) for each in _EDGE_COUNTS},
-            mean_held=item_ns / elapsed_ns,
-            full=min(1.0, full_ns / elapsed_ns),
-        )
-        for edge, (item_ns, full_ns) in edges_read
-    ]
+    edge_reports = []
+    for edge, (item_ns, full_ns) in edges_read:
+        mean_held, full = item_ns / elapsed_ns, min(1.0, full_ns / elapsed_ns)
+        counts = edge.name, edge.capacity, edge.items, edge.held, mean_held, edge.peak, edge.dropped, edge.blocked_count
+        edge_reports.append(EdgeReport(*counts, full))
     return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), **more)

@@ -1,6 +1,6 @@
 """Run: a graph that runs as tasks of an event loop.
 
-`RunHandle` opens one task group. Every chain, every asynchronous node and every node in a thread is one of its tasks.
+`Run` opens one task group. Every chain, every asynchronous node and every node in a thread is one of its tasks.
 Nothing outlives the group. A task closes its channels only if its node ends without an error; otherwise its neighbours
 are cancelled.
 """
@@ -8,11 +8,11 @@ are cancelled.
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from os import PathLike
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import anyio
 import anyio.abc
@@ -22,13 +22,13 @@ import anyio.to_thread
 from rollflow.stream.data.closing import noting_in
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import DROPPED, cause_of, lose
-from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
+from rollflow.stream.graph.background import AtWork, ChainWakeup, least_patience, wake_chain
 from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.meter import clock, waiting_for
 from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node, out_of_group
-from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
+from rollflow.stream.graph.port import Edge, NodeSpec, Port
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_doctor import RunDoctor
 from rollflow.stream.observe.trace import check_trace
@@ -43,13 +43,20 @@ _Entry = tuple[Channel[Any], Deliver]  # a channel into a chain, and the functio
 
 
 class Run:
-    """A graph that is running. Made by `async with graph.run() as run`.
+    """A run of a graph, until its block is left: `async with graph.run() as run`.
+
+    rules    of the stall doctor
+    trace    file for a trace; None: none
 
     `run["name"]` is an async iterator over an output. Leaving the block cancels the tasks that still run. `drain()`
-    stops the sources, and lets all items reach their sinks.
+    stops the sources, and lets all items reach their sinks. A node's error is raised unchanged, with the node's name in
+    a note. Warns if it is never entered, since nothing would have run.
     """
 
     def __init__(self, graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None = None) -> None:
+        self._is_entered = True  # a trace that is refused is enough to be told
+        check_trace(trace)
+        self._is_entered = False
         self.graph = graph
         self._makers = [origins_of for _, origins_of in graph.having("origins_of")]
         self._is_counting = bool(graph.having("take_ending"))
@@ -73,6 +80,44 @@ class Run:
         self._ended = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._error: Exception | None = None  # that ended the run early
+
+    async def __aenter__(self) -> Self:
+        self._is_entered, self._block = True, self._running()
+        await self._block.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._block.__aexit__(*error)
+
+    def __enter__(self) -> NoReturn:
+        """Raise GraphError: a graph runs in an event loop."""
+        self._is_entered = True  # this error is enough
+        raise GraphError(
+            f"graph '{self.graph.name}' was entered by 'with', but it runs in an event loop; expected 'async with "
+            "graph.run() as run:' in an async function, run by anyio.run(function)"
+        ).see("graph")
+
+    def __exit__(self, *error: object) -> None:
+        """Never called."""
+
+    def __del__(self) -> None:
+        if not self._is_entered:
+            text = f"graph '{self.graph.name}' was not run: expected `async with graph.run() as run:`"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        try:
+            with out_of_group(_distinct):
+                async with anyio.create_task_group() as tasks:
+                    self.start(tasks)
+                    yield
+                    tasks.cancel_scope.cancel()
+        except BaseException as error:
+            with noting_in(error, f"graph '{self.graph.name}'"):
+                self.close(error)
+            raise
+        self.close()
 
     def __getitem__(self, output: str) -> Output[Any]:
         """The output of this name. Raises GraphError if there is none."""
@@ -130,6 +175,7 @@ class Run:
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start one task for every chain and every other node."""
+        self.counters.began = clock()
         work: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         for names in self.graph.groups():
             spec = self.graph.nodes[names[0]]
@@ -207,14 +253,21 @@ class Run:
             channel.on_item = wake.set
         chain.on_gate = wake.set
         self._holding.append(chain.held)
-        watch = BackgroundWatch([node for node, _ in chain.background], wake, self._tasks) if chain.background else None
+        watches = [
+            (node, wake, ChainWakeup(), anyio.CancelScope()) for node, _ in chain.background if node.fileno() >= 0
+        ]
+        assert self._tasks is not None
+        for watch in watches:
+            self._tasks.start_soon(ending_quietly, partial(wake_chain, *watch))
+        begins = [begin for _, _, begin, _ in watches]
         if chain.can_start:
             await self._start_chain(chain, wake)
-        await self._drive(chain, entries, wake, watch)
-        if watch is not None:
-            watch.end()
+        await self._drive(chain, entries, wake, begins)
+        for *_, scope in watches:
+            scope.cancel()
         for _ in chain.finish():
-            await self._deliver_all(chain)
+            await self._deliver(chain)
+            await anyio.lowlevel.checkpoint()
         for channel, _ in entries:
             channel.abandon()
         for name in chain.names:
@@ -226,17 +279,16 @@ class Run:
         self._on_stop(chain.hasten)
         self._on_stop(wake.set)
         for _ in chain.start():
-            await self._deliver_all(chain)
+            await self._deliver(chain)
+            await anyio.lowlevel.checkpoint()
             if self._draining:
                 break
 
-    async def _drive(
-        self, chain: Chain, entries: list[_Entry], wake: ChainWakeup, watch: BackgroundWatch | None
-    ) -> None:
+    async def _drive(self, chain: Chain, entries: list[_Entry], wake: ChainWakeup, begins: list[ChainWakeup]) -> None:
         """Carry items that arrive, go round, or come from background nodes, until there are no more."""
         is_source, next_checkpoint, turn = chain.can_start, clock() + CHECKPOINT_NS, 0
         while True:
-            while chain.pending:
+            if chain.pending:
                 await self._deliver(chain)
             if self._draining and is_source:
                 chain.give_up()
@@ -252,7 +304,7 @@ class Run:
                 entries.append(entry)
                 chain.carry(entry[1], entry[0].take())
             elif chain.runnable:
-                chain.pump()
+                chain.carry(*chain.runnable.popleft())
             elif chain.background and chain.collect():
                 continue
             elif chain.parked and chain.unpark():
@@ -262,37 +314,35 @@ class Run:
             ):
                 break
             else:
-                await self._idle(chain, wake, watch)
+                await self._idle(chain, wake, begins)
                 next_checkpoint = clock() + CHECKPOINT_NS
             if clock() >= next_checkpoint:
                 await anyio.lowlevel.checkpoint()
                 next_checkpoint = clock() + CHECKPOINT_NS
 
-    async def _idle(self, chain: Chain, wake: ChainWakeup, watch: BackgroundWatch | None) -> None:
-        if watch is None or not chain.in_flight:
+    async def _idle(self, chain: Chain, wake: ChainWakeup, begins: list[ChainWakeup]) -> None:
+        if not chain.in_flight:
             if chain.parked:
                 with waiting_for(self.counters.holders, chain.holder):
                     await wake.wait()
             else:
                 await wake.wait()
             return
-        watch.begin()
+        for begin in begins:  # every node wakes the chain once
+            begin.set()
         awaited = [(node, meter) for node, meter in chain.background if node.in_flight]
-        with AtWork([meter for _, meter in awaited]), anyio.move_on_after(least_patience(node for node, _ in awaited)):
+        with AtWork([meter for _, meter in awaited]), anyio.move_on_after(least_patience(awaited)):
             await wake.wait()
 
-    async def _deliver_all(self, chain: Chain) -> None:
-        while chain.pending:
-            await self._deliver(chain)
-        await anyio.lowlevel.checkpoint()
-
     async def _deliver(self, chain: Chain) -> None:
-        edge, item, meter = chain.pending[0]
-        channel = self.channels[edge]
-        if not channel.offer(item):
-            with meter.blocks():
-                await channel.send(item)
-        chain.pending.popleft()
+        """Deliver all that has left a chain, as soon as there is room."""
+        while chain.pending:
+            edge, item, meter = chain.pending[0]
+            channel = self.channels[edge]
+            if not channel.offer(item):
+                with meter.blocks():
+                    await channel.send(item)
+            chain.pending.popleft()
 
     async def _run_node(self, spec: NodeSpec) -> None:
         """Run an asynchronous node, or one that is called in a thread."""
@@ -380,15 +430,12 @@ class Run:
 
     def _lose_at(self, edge: Edge) -> Callable[[Any], None] | None:
         """The function that counts items dropped by an edge; None: no node counts, or the items also go elsewhere."""
-        is_counted = self._is_counting and self._is_only_way(edge)
+        is_counted = self._is_counting and self.graph.is_only_way(edge)
         return partial(lose, cause=DROPPED, makers=self._makers) if is_counted else None
 
     def _is_spare(self, edge: Edge) -> bool:
         """True if the items of an edge may be dropped, and also go elsewhere."""
-        return edge.overflow != "block" and not self._is_only_way(edge)
-
-    def _is_only_way(self, edge: Edge) -> bool:
-        return is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
+        return edge.overflow != "block" and not self.graph.is_only_way(edge)
 
     def _hold(self, name: str, *held: Callable[[], list[Any]]) -> None:
         """Have the items that parts of a node hold be counted, unless all that come to it are spare."""
@@ -431,61 +478,6 @@ def _outcome(function: Callable[..., Any], *args: Any) -> Iterator[tuple[Any, Ex
         yield function(*args), None
     except Exception as error:
         yield None, error
-
-
-class RunHandle(AbstractAsyncContextManager[Run]):
-    """Runs a graph until the block is left. A node's error is raised unchanged, with the node's name in a note.
-
-    rules    of the stall doctor
-    trace    file for a trace; None: none
-
-    Warns if it is never entered, since nothing would have run.
-    """
-
-    def __init__(self, graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None) -> None:
-        self._name, self._is_entered = graph.name, True  # a trace that is refused is enough to be told
-        check_trace(trace)
-        self._is_entered = False
-        self._block = _running(graph, rules, trace)
-
-    async def __aenter__(self) -> Run:
-        self._is_entered = True
-        return await self._block.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> bool | None:
-        return await self._block.__aexit__(*error)
-
-    def __enter__(self) -> NoReturn:
-        """Raise GraphError: a graph runs in an event loop."""
-        self._is_entered = True  # this error is enough
-        raise GraphError(
-            f"graph '{self._name}' was entered by 'with', but it runs in an event loop; expected 'async with "
-            "graph.run() as run:' in an async function, run by anyio.run(function)"
-        ).see("graph")
-
-    def __exit__(self, *error: object) -> None:
-        """Never called."""
-
-    def __del__(self) -> None:
-        if not self._is_entered:
-            text = f"graph '{self._name}' was not run: expected `async with graph.run() as run:`"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
-@asynccontextmanager
-async def _running(graph: "Graph", rules: StallRules, trace: str | PathLike[str] | None) -> AsyncIterator[Run]:
-    run = Run(graph, rules, trace)
-    try:
-        with out_of_group(_distinct):
-            async with anyio.create_task_group() as tasks:
-                run.start(tasks)
-                yield run
-                tasks.cancel_scope.cancel()
-    except BaseException as error:
-        with noting_in(error, f"graph '{graph.name}'"):
-            run.close(error)
-        raise
-    run.close()
 
 
 def _distinct(group: BaseExceptionGroup[BaseException]) -> BaseException:

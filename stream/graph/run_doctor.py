@@ -4,7 +4,7 @@ import logging
 import select
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -256,7 +256,10 @@ class RunDoctor(Doctor):
             return None
         self._listen()
         look = self._counters.look()
-        return self._behind_loop(look) if self._looks > 1 else look
+        if self._looks <= 1:
+            return look
+        waiting = [each.party for each in look.exits if each.waits and look.waits[each.party].kind == "waits"]
+        return behind_loop(look, waiting, self._holder, self._asked_at, self._answered, self._counters.thread)
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults of composite nodes, and of the event loop."""
@@ -311,16 +314,6 @@ class RunDoctor(Doctor):
         """What holds up the event loop, in words."""
         return ", ".join(self._holders) or "a task or a callback"
 
-    def _behind_loop(self, look: Look) -> Look:
-        """The look of a run whose event loop is held up: whoever waits at an exit waits for that."""
-        held = loop_held_up(self._holder, self._asked_at, self._answered, self._counters.thread)
-        behind = {
-            each.party: replace(look.waits[each.party], on=(held.name,))
-            for each in look.exits
-            if each.waits and look.waits[each.party].kind == "waits"
-        }
-        return replace(look, waits={**look.waits, **behind, held.name: held})
-
     def _signs_of_loop(self) -> Iterator[Sign]:
         """Code that holds up the event loop."""
         held_s = (clock() - self._asked_at) / 1e9
@@ -340,8 +333,8 @@ class RunDoctor(Doctor):
         raise self._error
 
 
-def loop_held_up(holder: str, since: int, calls: int, thread: int) -> Wait:
-    """The wait for an event loop that something holds up.
+def behind_loop(look: Look, parties: Iterable[str], holder: str, since: int, calls: int, thread: int) -> Look:
+    """A look in which parties wait for an event loop that something holds up.
 
     holder    what does, in words
     since     time of the event that it has not come to, in ns
@@ -350,4 +343,6 @@ def loop_held_up(holder: str, since: int, calls: int, thread: int) -> Wait:
     """
     doing, age_s = f"is held up by {holder}", (clock() - since) / 1e9
     stack = partial(stack_of_thread, thread)
-    return Wait("the event loop", "call", doing, mark=since, age_s=age_s, calls=calls, remedy=_REMEDY, stack=stack)
+    held = Wait("the event loop", "call", doing, mark=since, age_s=age_s, calls=calls, remedy=_REMEDY, stack=stack)
+    behind = {party: replace(look.waits[party], on=(held.name,)) for party in parties}
+    return replace(look, waits={**look.waits, **behind, held.name: held})

@@ -86,7 +86,8 @@ def _opened(folder: Path) -> tuple[socket.socket, Path]:
     for _ in range(_TRIES):
         path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         with suppress(FileNotFoundError):  # another run has ended just now, and removed the folder
-            make(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_own(folder)
             return _listening(path), path
     raise FileNotFoundError(f"{folder} is removed again and again")
 
@@ -185,12 +186,6 @@ def run_folder() -> Path | None:
     return Path(tempfile.gettempdir()) / f"rollflow-runs-{os.getuid()}"
 
 
-def make(folder: Path) -> None:
-    """Make the folder where it is missing. Raises OSError if others could write into it, or read it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_own(folder)
-
-
 def snapshots() -> list[dict[str, Any]]:
     """A snapshot of every run of this user on this machine, oldest process first; see `snapshot_at`.
 
@@ -276,6 +271,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _check_own(folder: Path) -> None:
+    """Raise OSError if others could write into the folder, or read it."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not this user's alone, expected a folder of mode 700")

@@ -11,7 +11,7 @@ from doctor_clock import Looking
 from numbered_module import NumberedEnv, NumberedModule, WideModule
 
 from rollflow import Rollout, Watch
-from rollflow.nodes.rollout.rollout import PublishCheck, ReturnsCheck
+from rollflow.nodes.rollout.rollout import TrainingCheck
 from rollflow.nodes.stages.rounds import LagBound
 
 
@@ -50,7 +50,8 @@ def test_a_module_that_is_published_or_not_trained_is_in_order(train: Any) -> No
 
 
 def test_a_module_without_parameters_is_never_named() -> None:
-    assert PublishCheck(object()).signs(0, 1000) == ()
+    none: Any = SimpleNamespace(returns=deque(), count=0)
+    assert not list(TrainingCheck(object(), none).signs(0, 0, 1000))
 
 
 @pytest.mark.parametrize(
@@ -73,17 +74,17 @@ def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: in
 )
 def test_returns_that_never_change_are_named(first: list[float], later: list[float], named_at: int | None) -> None:
     returns: Any = SimpleNamespace(returns=deque(first, maxlen=100), count=len(first))
-    check = ReturnsCheck(returns)
-    assert check.signs(0) == ()
+    check = TrainingCheck(object(), returns)
+    assert not list(check.signs(0, 0, 0))
     returns.returns.extend(later)
     returns.count += len(later) and 250
-    told = [check.signs(version) for version in range(50)]
+    told = [list(check.signs(version, version, 0)) for version in range(50)]
     assert [bool(signs) for signs in told] == [named_at is not None and version >= named_at for version in range(50)]
     if named_at is not None:
         [sign] = told[named_at]
         assert sign.text.startswith("the returns of all 251 episodes are 7.5, through 10 published versions")
         returns.returns.append(8.0)
-        assert check.signs(50) == ()
+        assert not list(check.signs(50, 50, 0))
 
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])
