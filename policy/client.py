@@ -71,22 +71,14 @@ class ServedPolicy(NamedTuple):
 class _Session:
     """What a client knows of a session.
 
-    number       of its next request; None: it has no memory that another pass would change
     has_begun    True: its next observation goes on with an episode
     is_lost      True: the answer to a request never came
     is_busy      True: a request is under way
     """
 
-    number: int | None = 0
     has_begun: bool = False
     is_lost: bool = False
     is_busy: bool = False
-
-    def go_on(self) -> None:
-        """Take note that its request has an action."""
-        self.has_begun = True
-        if self.number is not None:
-            self.number += 1
 
 
 class PolicyClient(ClosedOnExit):
@@ -100,9 +92,9 @@ class PolicyClient(ClosedOnExit):
         heartbeat    seconds without a sign of the server's life, twice, after which it is dialled again
 
     It is called as a `Policy` is, from any number of threads. A session's first observation begins an episode, and so
-    does the first one after `reset`. A connection that breaks is dialled again; a request that was under way is acted
-    on once, and answered once. A session whose memory the server has lost, since it was started anew or has forgotten
-    the session, raises SessionLostError until it is `reset`.
+    does the first one after `reset`. A connection that breaks is dialled again. A session with a memory whose request
+    was under way is lost then, since nobody knows whether it was acted on: the request raises UnansweredError. Such a
+    session, and one whose memory the server has lost, raises SessionLostError until it is `reset`.
 
     Raises WireError for an address that is none, if the server has another secret, and if it does not speak this
     version of the protocol; ServingError for what the server says of a request; UnansweredError if no answer comes
@@ -166,8 +158,8 @@ class PolicyClient(ClosedOnExit):
         if reward is not None:
             fields["reward"] = float(reward)
         with self._held(policy, [session], until) as (name, [held]):
-            answer = self._asked({"policy": name, **fields, "begins": not held.has_begun, "number": held.number}, until)
-            held.go_on()
+            answer = self._asked({"policy": name, **fields, "begins": not held.has_begun}, until)
+            held.has_begun = True
         return with_tuples(answer["action"])
 
     def act_batch(
@@ -203,11 +195,11 @@ class PolicyClient(ClosedOnExit):
         if rewards is not None:
             fields["rewards"] = [None if np.isnan(each) else float(each) for each in rewards]
         with self._held(policy, names, until) as (name, held):
-            fields |= {"begins": [not each.has_begun for each in held], "numbers": [each.number for each in held]}
+            fields["begins"] = [not each.has_begun for each in held]
             answer = self._asked({"policy": name, **fields}, until)
             places = answer["places"]
             for place in places:
-                held[place].go_on()
+                held[place].has_begun = True
         actions = with_tuples(answer["actions"])
         if refused := answer["refused"]:
             errors = {each["place"]: _error_of(each) for each in refused}
@@ -295,10 +287,6 @@ class PolicyClient(ClosedOnExit):
                         f"session {each!r} is lost: an answer of it never came; expected reset({each!r}) before its "
                         "next observation"
                     )
-                if each is None or not has_memory:
-                    session.number = None
-                elif session.number is None:
-                    session.number = 0
                 sessions.append(session)
             for session in sessions:
                 session.is_busy = True
@@ -307,8 +295,7 @@ class PolicyClient(ClosedOnExit):
         except BaseException as error:
             if not isinstance(error, ServingError) or isinstance(error, UnansweredError):
                 for session in sessions:  # it may have been acted on
-                    session.is_lost = has_memory
-                    session.go_on()
+                    session.is_lost, session.has_begun = has_memory, True
             raise
         finally:
             with self._changed:
@@ -332,19 +319,15 @@ class PolicyClient(ClosedOnExit):
                 raise RequestError(str(error)) from None
             if len(message) > self._most_bytes:
                 raise RequestError(f"the request has {len(message)} bytes, expected at most {self._most_bytes}")
-            refusals, is_asked_again = 0, False
-            while True:
+            answer, is_sent = None, False
+            while answer is None:
+                if is_sent and self._has_memory(fields):
+                    raise UnansweredError(self._server("lost the connection while a request was under way"))
                 if socket is not None:
                     with suppress(WebSocketException, OSError):  # another connection comes
                         socket.send(message)
+                        is_sent = True
                 answer = self._next(mail, until)
-                if answer is None:
-                    is_asked_again = True
-                elif is_asked_again and _is_overloaded(answer):  # it may have been acted on by an earlier connection
-                    refusals += 1
-                    self._pause(refusals)
-                else:
-                    break
                 socket = self._socket
         finally:
             with self._changed:
@@ -354,6 +337,10 @@ class PolicyClient(ClosedOnExit):
         if "error" in answer:
             raise _error_of(answer)
         return dict(answer)
+
+    def _has_memory(self, fields: Mapping[str, Any]) -> bool:
+        """True if what is asked for may change a session: it is not asked for by another connection again."""
+        return "forget" not in fields and "policy" in fields and self._policies[fields["policy"]].has_memory
 
     def _next(self, mail: "SimpleQueue[Any]", until: float) -> Any:
         """What comes of a request next. Raises UnansweredError if nothing comes in time."""
@@ -482,12 +469,6 @@ class PolicyClient(ClosedOnExit):
                     asked.put(answer)
         finally:
             self._socket = None
-
-
-def _is_overloaded(answer: Any) -> bool:
-    """True if a server has refused a message, or some of its observations, since too much waits there."""
-    answers = [answer, *answer.get("refused", ())] if isinstance(answer, dict) else []
-    return any(each.get("status") == OverloadedError.status for each in answers)
 
 
 def _error_of(answer: Mapping[str, Any]) -> ServingError:

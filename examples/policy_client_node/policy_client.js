@@ -1,6 +1,6 @@
 // A client of `rollflow serve`: docs/how_to/serve_a_policy.md, "Messages over a WebSocket". It needs no package.
 
-const PROTOCOL = 1;
+const PROTOCOL = 2;
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2000;
 
@@ -22,7 +22,8 @@ export class RefusedError extends Error {
  *     tell      takes lines for the user
  *
  * A session's first observation begins an episode, and so does the first one after `reset`. Connections that break are
- * dialled again; each request is acted on once.
+ * dialled again. A request of a session with a memory that was under way rejects with status 504, and the session begins
+ * anew: nobody knows whether it was acted on.
  */
 export class PolicyClient {
   #address;
@@ -55,11 +56,15 @@ export class PolicyClient {
     const name = await this.#named(policy);
     const known = this.#session(name, session);
     const acted = known.turn.then(async () => {
-      const { number, hasBegun } = known;
-      const fields = { policy: name, observation, session, begins: !hasBegun, number };
-      const { action } = await this.#ask(reward === null ? fields : { ...fields, reward });
-      Object.assign(known, { number: number + 1, hasBegun: true });
-      return action;
+      const fields = { policy: name, observation, session, begins: !known.hasBegun };
+      try {
+        const { action } = await this.#ask(reward === null ? fields : { ...fields, reward });
+        known.hasBegun = true;
+        return action;
+      } catch (error) {
+        known.hasBegun = !fields.begins && error.status !== 504;
+        throw error;
+      }
     });
     known.turn = acted.catch(() => {});
     return acted;
@@ -84,7 +89,7 @@ export class PolicyClient {
 
   #session(name, session) {
     const key = JSON.stringify([name, session]);
-    if (!this.#sessions.has(key)) this.#sessions.set(key, { number: 0, hasBegun: false, turn: Promise.resolve() });
+    if (!this.#sessions.has(key)) this.#sessions.set(key, { hasBegun: false, turn: Promise.resolve() });
     return this.#sessions.get(key);
   }
 
@@ -98,13 +103,14 @@ export class PolicyClient {
     return name;
   }
 
-  /** A promise of the answer to a message, by one connection after another until it is there. */
+  /** A promise of the answer to a message. */
   #ask(fields) {
     const id = ++this.#number;
     const text = JSON.stringify({ id, ...fields });
     return new Promise((resolve, reject) => {
       if (this.#ending !== null) return reject(this.#ending);
-      this.#asked.set(id, { text, resolve, reject });
+      const again = !this.#policies[fields.policy].has_memory;
+      this.#asked.set(id, { text, resolve, reject, isSent: this.#socket !== null, again });
       this.#socket?.send(text);
     });
   }
@@ -130,7 +136,15 @@ export class PolicyClient {
       this.#policies = fields.policies;
       this.#socket = socket;
       this.#failures = 0;
-      for (const { text } of this.#asked.values()) socket.send(text);
+      for (const [id, asked] of this.#asked) {
+        if (asked.isSent && !asked.again) {
+          this.#asked.delete(id);
+          asked.reject(new RefusedError(504, "the connection broke while a request was under way"));
+        } else {
+          asked.isSent = true;
+          socket.send(asked.text);
+        }
+      }
       for (const { resolve } of this.#whenKnown.splice(0)) resolve();
     } else if (this.#socket !== socket) {
       this.#end(new RefusedError(status ?? 426, error ?? "this server speaks another protocol"));

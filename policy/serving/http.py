@@ -48,9 +48,9 @@ except ImportError:
 
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10
-_FIELDS = {"observation", "reward", "session", "begins", "number", "version"}
+_FIELDS = {"observation", "reward", "session", "begins", "version"}
 # Fields of many observations, and the field of each.
-_COLUMNS = {"rewards": "reward", "sessions": "session", "begins": "begins", "numbers": "number"}
+_COLUMNS = {"rewards": "reward", "sessions": "session", "begins": "begins"}
 _BATCH_FIELDS = {"observations", "version", *_COLUMNS}
 _MOST_UNDER_WAY = 256  # messages of one connection
 _LEFT = 1000  # WebSocket's code of a connection that was closed on purpose
@@ -276,7 +276,6 @@ class HttpServer(ClosedOnExit):
                       reward         of the session's action before; may be missing
                       session        a text or a number; missing: an observation by itself
                       begins         true if an episode begins
-                      number         of the request in its session, from 0 on; may be missing
                       version        of the policy, a text; missing: the session's own, or the newest
             client    whose session it is; None: it is the same one for all clients
 
@@ -325,19 +324,16 @@ class HttpServer(ClosedOnExit):
 
     def _request(self, fields: Mapping[str, Any], observation: Tree, client: str | None) -> ActRequest:
         """A request for one observation out of the other fields."""
-        session, reward, number = fields.get("session"), fields.get("reward"), fields.get("number")
-        begins = fields.get("begins", False)
+        session, reward, begins = fields.get("session"), fields.get("reward"), fields.get("begins", False)
         if not isinstance(session, str | int | None) or isinstance(session, bool):
             raise RequestError(f"'session' is {shown(session)}, expected a text or a whole number")
         if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
             raise RequestError(f"'reward' is {shown(reward)}, expected a finite number")
         if not isinstance(begins, bool):
             raise RequestError(f"'begins' is {shown(begins)}, expected true or false")
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise RequestError(f"'number' is {shown(number)}, expected a whole number from 0 on")
         owned = session if session is None or client is None else OwnSession(client, session)
         reward = math.nan if reward is None else float(reward)
-        return ActRequest(owned, observation, reward, begins, number, self.deliver, self._loop.create_future())
+        return ActRequest(owned, observation, reward, begins, self.deliver, self._loop.create_future())
 
     @staticmethod
     def _set(outcomes: Sequence[tuple[asyncio.Future[Acted], Acted | Exception]]) -> None:

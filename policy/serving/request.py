@@ -15,7 +15,7 @@ from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.space import Leaf
 from rollflow.stream.data.tree import Tree
 
-PROTOCOL = 1  # version of the messages over WebSocket
+PROTOCOL = 2  # version of the messages over WebSocket
 
 
 class ServingError(RollflowError):
@@ -59,7 +59,7 @@ class ClosedError(ServingError):
 
 
 class UnansweredError(ServingError, TimeoutError):
-    """Raised when no answer has come in time; what the server has made of the request is not known."""
+    """Raised when no answer has come in time, or its connection broke: nobody knows what became of the request."""
 
     status = 504
 
@@ -99,8 +99,6 @@ class ActRequest(NamedTuple):
     observation    an item of the observation space: a tree of arrays dtype[...]
     reward         for the session's action before; NaN: none came
     begins         True: a new episode begins with this observation
-    number         of the request in its session, from 0 on; None: not counted. The number that came last gets the
-                   same answer again, without another pass: a client may ask twice if its connection broke
     deliver        takes (ticket, outcome) of some requests; called from another thread, once for each batch
     ticket         by which `deliver` knows the request
     """
@@ -109,7 +107,6 @@ class ActRequest(NamedTuple):
     observation: Tree
     reward: float
     begins: bool
-    number: int | None
     deliver: "Callable[[Sequence[tuple[Any, Outcome]]], None]"
     ticket: Any
 
@@ -120,13 +117,11 @@ class Acted(NamedTuple):
     action      an item of the action space
     version     of the artifact that is served
     weights     policy version of the weights that it was chosen with
-    number      of the request
     """
 
     action: Tree
     version: str
     weights: int
-    number: int | None
 
 
 Outcome = Acted | Exception

@@ -7,7 +7,6 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from rollflow.policy.serving.request import (
     Outcome,
     OverloadedError,
     RequestError,
+    ServingError,
     SessionLostError,
     UnknownPolicyError,
 )
@@ -72,15 +72,6 @@ class Meters:
             meter.remove(*labels)
 
 
-@dataclass(slots=True)
-class _Record:
-    """A session's last request: when it was, its number, and its answer."""
-
-    used: float
-    number: int | None = None
-    answer: Acted | None = None
-
-
 class SessionBook:
     """Keeps account of a policy's sessions. The thread that acts uses it; `leave`, `expire` and questions are for any.
 
@@ -95,7 +86,9 @@ class SessionBook:
     def __init__(self, policy: Any, max_sessions: int, idle_after: float) -> None:
         self._policy = policy
         self._max_sessions, self._idle_after = max_sessions, idle_after
-        self._records: OrderedDict[Hashable, _Record] = OrderedDict()  # the one idle for longest first
+        self._records: OrderedDict[Hashable, float] = (
+            OrderedDict()
+        )  # when each was used; the one idle for longest first
         self._leaving: list[Hashable] = []  # whose memory the policy still has
         self._lock = threading.Lock()
         self.has_memory = has_memory(policy.module, policy.env_to_module, policy.module_to_env)
@@ -122,28 +115,21 @@ class SessionBook:
         """Forget the sessions that have been idle for too long at a time of `monotonic`."""
         idle_since = now - self._idle_after
         with self._lock:
-            while self._records and next(iter(self._records.values())).used < idle_since:
+            while self._records and next(iter(self._records.values())) < idle_since:
                 self._drop(next(iter(self._records)))
 
-    def answer_before(self, request: ActRequest) -> Outcome | None:
-        """The answer to a request that was answered before, or can't be; None: it needs a pass."""
-        record = None if request.session is None else self._records.get(request.session)
-        if record is None:
-            if request.begins or request.session is None or not self.has_memory:
+    def refusal_of(self, request: ActRequest) -> ServingError | None:
+        """Why a request can't be acted on; None: it can be."""
+        if request.session is None or request.begins:
+            return None
+        if request.session not in self._records:
+            if not self.has_memory:
                 return None
             return SessionLostError(
                 f"session {request.session!r} has no memory here: it never began, or it was forgotten; expected "
                 "'begins': true with its next observation, as after reset() of a PolicyClient"
             )
-        if request.number is not None and record.number is not None:
-            if request.number == record.number and record.answer is not None:
-                return record.answer
-            if request.number != record.number + 1 and not request.begins:
-                return RequestError(
-                    f"number is {request.number}, expected {record.number + 1}, or {record.number} to have the last "
-                    f"answer of session {request.session!r} again"
-                )
-        if self._policy.needs_rewards and math.isnan(request.reward) and not request.begins:
+        if self._policy.needs_rewards and math.isnan(request.reward):
             return RequestError(
                 f"reward is missing, but '{self._policy.needs_rewards}' looks back to rewards; expected that of the "
                 f"action before, of session {request.session!r}"
@@ -156,7 +142,7 @@ class SessionBook:
         with self._lock:
             for request in batch:
                 if request.session is not None:
-                    self._records.setdefault(request.session, _Record(now)).used = now
+                    self._records[request.session] = now
                     self._records.move_to_end(request.session)
             while len(self._records) > max(self._max_sessions, len(batch)):
                 self._drop(next(iter(self._records)))
@@ -168,13 +154,6 @@ class SessionBook:
             if request.begins or request.session is None:
                 self._policy.reset(name)
         return names
-
-    def note(self, batch: Sequence[ActRequest], answers: Sequence[Outcome]) -> None:
-        """Remember what the requests of a batch were answered, for those who ask again."""
-        for request, answer in zip(batch, answers, strict=True):
-            record = self._records.get(request.session)
-            if record is not None and isinstance(answer, Acted):
-                record.number, record.answer = request.number, answer
 
     def lose(self, batch: Sequence[ActRequest]) -> None:
         """Give up the sessions of a batch that failed: what they remembered is gone."""
@@ -306,7 +285,7 @@ class Batcher:
 
     def _answer(self, batch: list[ActRequest]) -> None:
         begun = monotonic()
-        outcomes: list[Outcome] = [self.book.answer_before(request) for request in batch]  # type: ignore[misc]
+        outcomes: list[Outcome] = [self.book.refusal_of(request) for request in batch]  # type: ignore[misc]
         fresh = [place for place, outcome in enumerate(outcomes) if outcome is None]
         for place, outcome in zip(fresh, self._act([batch[place] for place in fresh]), strict=True):
             outcomes[place] = outcome
@@ -337,11 +316,7 @@ class Batcher:
             self._meters["failed"].inc(len(batch))
             self.book.lose(batch)
             return [error] * len(batch)
-        made: list[Outcome] = [
-            Acted(tree_at(actions, row), self.version, weights, request.number) for row, request in enumerate(batch)
-        ]
-        self.book.note(batch, made)
-        return made
+        return [Acted(tree_at(actions, row), self.version, weights) for row in range(len(batch))]
 
 
 class Shelf:

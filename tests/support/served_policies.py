@@ -108,13 +108,11 @@ class Taking:
         """The next answers, by ticket."""
         return dict(self.answers.get(timeout=30) for _ in range(count))
 
-    def request(
-        self, number: float, session: Any = None, *, begins: bool = False, asked: int | None = None, ticket: Any = None
-    ) -> ActRequest:
+    def request(self, number: float, session: Any = None, *, begins: bool = False, ticket: Any = None) -> ActRequest:
         """A request with one observation, whose ticket is its session by default."""
         observation = np.array([number, 0.0], np.float32)
         return ActRequest(
-            session, observation, float("nan"), begins, asked, self.deliver, session if ticket is None else ticket
+            session, observation, float("nan"), begins, self.deliver, session if ticket is None else ticket
         )
 
 

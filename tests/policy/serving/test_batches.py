@@ -55,11 +55,6 @@ def test_requests_of_one_session_never_share_a_pass_and_keep_their_order() -> No
         ([(1, "a", True), (2, "a", False), (7, "a", True), (1, "a", False)], [1, 3, 7, 8]),  # an episode begins anew
         ([(3, None, False)] * 2, [3, 3]),
         ([(1, "a", False)], ["session 'a' has no memory here: it never began, or it was forgotten; expected"]),
-        (
-            [(1, "a", True, 0), (1, "a", True, 0), (1, "a", False, 1), (1, "a", False, 1)],
-            [1, 1, 2, 2],
-        ),  # it comes again
-        ([(1, "a", True, 0), (1, "a", False, 5)], [1, "number is 5, expected 1, or 0 to have the last answer"]),
         # Two sessions have room: the one that is idle for longest is forgotten.
         ([*((1, each, True) for each in "abac"), (1, "a", False), (1, "b", False)], [1, 1, 1, 1, 2, "session 'b' has"]),
     ],
@@ -68,8 +63,8 @@ def test_a_session_remembers_its_episode(requests: list[Any], expected: list[Any
     front = Taking()
     batcher = batcher_of(policy_of(Sums), max_sessions=2)
     outcomes = []
-    for number, session, begins, *asked in requests:
-        batcher.submit(front.request(number, session, begins=begins, asked=asked[0] if asked else None, ticket=0))
+    for number, session, begins in requests:
+        batcher.submit(front.request(number, session, begins=begins, ticket=0))
         outcomes.append(front.take()[0])
     batcher.close()
     for outcome, sum_or_error in zip(outcomes, expected, strict=True):

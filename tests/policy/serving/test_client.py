@@ -154,7 +154,7 @@ def raw(server: HttpServer, name: str | None = "raw") -> Iterator[ClientConnecti
     headers = {"Authorization": f"Bearer {SECRET.encode().decode('latin-1')}"}  # bytes as they are
     with connect(f"{server.url.replace('http', 'ws')}/v1/stream", additional_headers=headers) as connection:
         if name is not None:
-            assert asked(connection, hello=1, client=name)["hello"] == 1
+            assert asked(connection, hello=2, client=name)["hello"] == 2
         yield connection
 
 
@@ -175,9 +175,9 @@ def asked(connection: ClientConnection, **fields: Any) -> dict[str, Any]:
         ({"begins": [True, False]}, 422, "'begins' is [True, False], expected a list with one for each of"),
         ({"policy": "z"}, 404, "no policy 'z' is served; served: a"),
         ({"policy": 7}, 404, "'policy' is 7, expected one of those that are served: a"),
-        ({"more": 1}, 422, "unknown field 'more', expected begins, numbers"),
-        ({"hello": 2}, 426, "'hello' is 2, expected 1: the protocol's version here"),
-        ({"hello": 1, "client": ""}, 422, "'client' is '', expected a text"),
+        ({"more": 1}, 422, "unknown field 'more', expected begins, observations"),
+        ({"hello": 1}, 426, "'hello' is 1, expected 2: the protocol's version here"),
+        ({"hello": 2, "client": ""}, 422, "'client' is '', expected a text"),
         ({"forget": "x", "policy": "z"}, 404, "no policy 'z' is served; served: a"),
         ({"begins": [False]}, 410, "session 'x' has no memory here: it never began, or it was forgotten; expected"),
     ],
@@ -189,19 +189,6 @@ def test_the_server_looks_at_every_field(fields: dict[str, Any], status: int, te
         [refusal] = answer.get("refused", [answer])  # for each observation apart, once the request itself is sound
         assert (answer["id"], refusal["status"], refusal["error"][: len(text)]) == (3, status, text)
         assert asked(connection, **whole)["actions"].tolist() == [[1.0, 0.0]]
-
-
-def test_a_request_that_comes_again_is_answered_as_it_was_and_not_acted_on_again(server: HttpServer) -> None:
-    with raw(server) as first:
-        fields = {"observation": [1, 0], "session": "x", "begins": True, "number": 0}
-        assert asked(first, **fields)["action"].tolist() == [1.0, 0.0]
-        with raw(server) as again:  # as if the answer had never come
-            assert asked(again, **fields)["action"].tolist() == [1.0, 0.0]
-            fields |= {"begins": False, "number": 1}
-            assert asked(again, **fields)["action"].tolist() == [2.0, 0.0]
-            assert asked(first, **fields)["error"] == "this client has another connection since"
-        with raw(server, "other") as other:
-            assert asked(other, **fields)["status"] == 410
 
 
 @pytest.mark.slow
@@ -229,8 +216,8 @@ def test_failures_to_agree_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("welcome", "text"),
     [
-        ({"error": "'hello' is 1, expected 2"}, "refuses this client: \"'hello' is 1, expected 2\""),
-        ({"hello": 1}, "sends what this client does not understand: KeyError"),
+        ({"error": "'hello' is 2, expected 3"}, "refuses this client: \"'hello' is 2, expected 3\""),
+        ({"hello": 2}, "sends what this client does not understand: KeyError"),
         (None, "has no /v1/stream there, expected"),
     ],
 )
@@ -294,9 +281,11 @@ def test_a_session_goes_on_by_the_next_connection_until_the_server_forgets_it() 
         with client_of(address) as client:
             assert client.act([1, 0]).tolist() == [1.0, 0.0]
             wire.go_down()
+            await_that(lambda: client._socket is None)
             wire.is_down = False
             assert client.act([2, 0]).tolist() == [3.0, 0.0]
             wire.go_down()
+            await_that(lambda: client._socket is None)
             shelf.forget_client(str(client._hello["client"]))
             wire.is_down = False
             with pytest.raises(SessionLostError, match="session 'default' has no memory here"):
@@ -305,21 +294,25 @@ def test_a_session_goes_on_by_the_next_connection_until_the_server_forgets_it() 
             assert client.act([2, 0]).tolist() == [2.0, 0.0]
 
 
-def test_a_request_that_comes_again_to_a_full_server_is_acted_on_once() -> None:
-    held = Held(policy_of(Sums))
-    with served(held, options=BatchOptions(max_batch=1, max_waiting=1)) as (shelf, server):
-        with broken_wire(server.url, lambda: None) as (wire, address), client_of(server.url) as other:
-            with client_of(address) as client, ThreadPoolExecutor(2) as pool:
-                acted = pool.submit(client.act, [1, 0])
-                assert held.begun.acquire(timeout=30)
-                waiting = pool.submit(other.act, [2, 0])
-                await_that(lambda: value_of(shelf.meters, "waiting") == 1)
-                wire.go_down()
-                wire.is_down = False
-                await_that(lambda: value_of(shelf.meters, "refused_total") >= 1)
-                held.go.release(10)
-                assert (acted.result(30).tolist(), waiting.result(30).tolist()) == ([1.0, 0.0], [2.0, 0.0])
-                assert client.act([5, 0]).tolist() == [6.0, 0.0]
+@pytest.mark.parametrize("module", [Sums, Echo])
+def test_a_request_whose_connection_breaks_is_asked_again_unless_it_has_a_memory(module: Any) -> None:
+    held = Held(policy_of(module))
+    with served(held) as (_, server), broken_wire(server.url, lambda: None) as (wire, address):
+        with client_of(address) as client, ThreadPoolExecutor(1) as pool:
+            acted = pool.submit(client.act, [1, 0])
+            assert held.begun.acquire(timeout=30)
+            wire.go_down()
+            wire.is_down = False
+            held.go.release(10)
+            if module is Echo:
+                assert acted.result(30).tolist() == [1.0, 0.0]
+                return
+            with pytest.raises(UnansweredError, match="lost the connection while a request was under way"):
+                acted.result(30)
+            with pytest.raises(SessionLostError, match="expected reset"):
+                client.act([2, 0])
+            client.reset()
+            assert client.act([5, 0]).tolist() == [5.0, 0.0]
 
 
 def sums_of(client: PolicyClient, session: int, steps: int) -> int:
@@ -330,7 +323,7 @@ def sums_of(client: PolicyClient, session: int, steps: int) -> int:
         number = rng.randrange(1, 100)
         try:
             first, _ = client.act([number, 0], session=session)
-        except SessionLostError:
+        except (SessionLostError, UnansweredError):
             client.reset(session)
             total, lost = 0, lost + 1
             continue
@@ -340,14 +333,15 @@ def sums_of(client: PolicyClient, session: int, steps: int) -> int:
 
 
 @pytest.mark.slow
-def test_connections_that_are_cut_at_drawn_moments_change_nothing() -> None:
+def test_connections_that_are_cut_at_drawn_moments_lose_sessions_and_mix_none_up() -> None:
     rng = random.Random(0)
     with served(policy_of(Sums)) as (_, server):
         with broken_wire(server.url, lambda: rng.randrange(1, 20_000)) as (wire, address):
             with client_of(address, timeout=60.0) as client, ThreadPoolExecutor(8) as pool:
                 ran = [pool.submit(sums_of, client, session, 150) for session in range(8)]
-                assert [each.result(120) for each in ran] == [0] * 8
+                lost = [each.result(120) for each in ran]
                 assert wire.cuts >= 5
+                assert 0 < max(lost) <= wire.cuts
 
 
 @pytest.mark.slow
@@ -362,7 +356,7 @@ def test_a_server_that_ends_or_freezes_under_load_says_what_is_lost(tmp_path: Pa
             await_that(lambda: bool(client._problem))  # it is given up, and dialled again
             if how is signal.SIGSTOP:
                 process.send_signal(signal.SIGCONT)
-                assert [each.result(120) for each in ran] == [0] * 8
+                assert {each.result(120) for each in ran} <= {0, 1}
                 return
             process.wait(30)
             with serving(str(tmp_path / "sums"), "--http", url.removeprefix("http://")):

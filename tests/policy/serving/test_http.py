@@ -35,15 +35,15 @@ def ask(server: HttpServer, name: str = "echo", **fields: Any) -> httpx.Response
 def test_an_action_in_json(server: HttpServer) -> None:
     response = ask(server, observation=[3, 4])
     assert response.status_code == 200
-    assert response.json() == {"action": [3.0, 0.0], "version": "1", "weights": 0, "number": None}
+    assert response.json() == {"action": [3.0, 0.0], "version": "1", "weights": 0}
 
 
 def test_an_action_in_msgpack_with_arrays(server: HttpServer) -> None:
-    body = pack({"observation": np.array([3.0, 4.0], np.float32), "session": "a", "number": 0})
+    body = pack({"observation": np.array([3.0, 4.0], np.float32), "session": "a"})
     headers = {"content-type": CONTENT_TYPE, "accept": CONTENT_TYPE}
     response = httpx.post(f"{server.url}/v1/policies/echo/act", content=body, headers=headers)
     answer = unpack(response.content)
-    assert (answer["action"].dtype, answer["action"].tolist(), answer["number"]) == (np.float32, [3.0, 0.0], 0)
+    assert (answer["action"].dtype, answer["action"].tolist()) == (np.float32, [3.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,7 @@ def test_an_action_in_msgpack_with_arrays(server: HttpServer) -> None:
         ({"observation": [1, 2], "reward": "x"}, 422, "'reward' is 'x', expected a finite number"),
         ({"observation": [1, 2], "session": [1]}, 422, "'session' is [1], expected a text or a whole number"),
         ({"observation": [1, 2], "begins": 1}, 422, "'begins' is 1, expected true or false"),
-        ({"observation": [1, 2], "number": -1}, 422, "'number' is -1, expected a whole number from 0 on"),
-        ({"observation": [1, 2], "sesion": "a"}, 422, "unknown field 'sesion', expected begins, number"),
+        ({"observation": [1, 2], "sesion": "a"}, 422, "unknown field 'sesion', expected begins, observation"),
         ({"observation": [1, 2], "version": 7}, 422, "'version' is 7, expected a text"),
         ({"observation": [1, 2], "version": "7"}, 404, "policy 'echo' has no version '7'; served: 1"),
         ({"observation": [13, 2]}, 500, "ValueError: thirteen"),
