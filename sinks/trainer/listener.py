@@ -266,7 +266,7 @@ class TrainerListener:
         peer.connection.refuse(code, reason)
         source, reason = peer.source, quoted(reason)
         if source is None:
-            self._loop.turn_away(peer, reason, peer.name)
+            self._loop.turn_away(peer, reason)
         elif source.connection is peer.connection:
             source.lose(now, reason, comes_back=code in COMES_BACK)
             logger.warning("%s %s is lost: %s", "follower" if source.sends_nothing else "rollout", source.name, reason)
@@ -274,14 +274,15 @@ class TrainerListener:
 
     def _take_in(self, peer: RolloutConnection, hello: wire.Hello) -> None:
         """Take in a rollout that has proved itself: a new one, or one that comes back."""
-        peer.called = hello.name
+        name, where = quoted(hello.name), peer.where
+        peer.where = f"rollout {name} at {where}"
         if isinstance(sends := hello.metadata.get("sends"), str) and sends == NOTHING:
-            self._take_in_follower(peer, hello)
+            self._take_in_follower(peer, hello, f"{name} ({where})")
             return
         source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
         with refusing("hello.metadata is of no rollout", "message"):
             source.introduce(RolloutDescription.of(hello.metadata), len(hello.slots))
-        source.called, source.name = hello.name, f"{quoted(hello.name)} ({peer.where})"
+        source.called, source.name = hello.name, f"{name} ({where})"
         if source.rollout.shares_memory != self._shares:
             listens, dials = ("shm:", "another address") if self._shares else ("another address", "shm:")
             raise WireError(
@@ -303,11 +304,10 @@ class TrainerListener:
         if older is not None:
             self._loop.drop(self._loop.peer_of(older))
 
-    def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello) -> None:
+    def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello, name: str) -> None:
         """Take in an end that gets weights, and that no batch waits for: it is none of the sources."""
         session = wire.ReceiverSession(hello.session, window=0)
         peer.connection.welcome(session)
-        name = f"{quoted(hello.name)} ({peer.where})"
         peer.source = RolloutPeer(session, connection=peer.connection, called=hello.name, name=name, sends_nothing=True)
         logger.info("follower %s has come", name)
 

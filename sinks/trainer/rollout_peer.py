@@ -15,7 +15,7 @@ from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.net.socket_loop import Peer, quoted
+from rollflow.stream.net.socket_loop import Peer
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 
 _NONE: frozenset[int] = frozenset()
@@ -284,16 +284,6 @@ class RolloutPeer:
             which = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
             raise WireError(f"{which}, expected another lane", "fragment")
 
-    def join_rounds(self, version: int) -> bool:
-        """Have rounds made of its lanes from now on, at this newest policy version; False if they are already.
-
-        It begins nothing before: what it gives is as fresh as what others give.
-        """
-        if self.is_awaited:
-            return False
-        self.is_awaited, self.joined_at = True, version
-        return True
-
     def move_on(self, number: int) -> None:
         """Be done with an item; the order may be any."""
         self.beyond.add(number)
@@ -330,16 +320,9 @@ class RolloutConnection(Peer[wire.ReceiverConnection]):
     version     of the weights that were sent last
     wanted      window that was sent last, and whether the source was awaited
     borrower    of what is lent through it; None: nothing is
-    called      as the rollout calls itself; None: it has not proved itself
     """
 
     source: RolloutPeer | None = None
     version: int = -1
     wanted: tuple[int | None, bool] = (-1, False)
     borrower: FragmentBorrower | None = None
-    called: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The other end, as far as it is known, for people."""
-        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"

@@ -66,7 +66,10 @@ class Rounds:
         """
         if self.ahead is None or (self._has_begun and any(source.awaited for source in present())):
             return False
-        return any([source.join_rounds(version) for source in present()])
+        others = [source for source in present() if not source.is_awaited]
+        for source in others:  # which begin nothing before: what they give is as fresh as what others give
+            source.is_awaited, source.joined_at = True, version
+        return bool(others)
 
     def joined(self, arrived: Iterable[ArrivedItem]) -> list[ArrivedItem]:
         """Waiting items, with `arrived` added; by lane, but for those that were handed over before a restart."""

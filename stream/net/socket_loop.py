@@ -236,12 +236,9 @@ class SocketLoop(Generic[P]):
         finally:
             error.__traceback__ = None  # its frames hold the peer, and what was lent through it
 
-    def turn_away(self, peer: P, problem: str, who: str | None = None) -> None:
-        """Log that a peer is refused that has not proved itself, unless it is as the last time, and note why.
-
-        who    the peer, as far as it is known; None: where it is
-        """
-        who = who or peer.where
+    def turn_away(self, peer: P, problem: str) -> None:
+        """Log that a peer is refused that has not proved itself, unless it is as the last time, and note why."""
+        who = peer.where
         if peer.dialled is None:
             if (text := f"{who.rpartition(':')[0] or who}: {problem}") not in self.refusals:
                 self.refusals.append(text)  # another try has another port

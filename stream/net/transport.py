@@ -233,6 +233,9 @@ class TlsTransport(Transport):
                 if first[0] not in TLS_BEGINS:
                     self._is_clear = True
                     self._unsent.clear()
+                    with contextlib.suppress(ssl.SSLError):
+                        if not self._tls.server_side:  # by its first bytes the other end knows as well
+                            self._tls.do_handshake()
                     self._refuse_mismatch(speaks_tls=True)
                     return
         self._tried(self._tls.do_handshake)
