@@ -238,15 +238,14 @@ class SocketLoop(Generic[P]):
 
     def turn_away(self, peer: P, problem: str) -> None:
         """Log that a peer is refused that has not proved itself, unless it is as the last time, and note why."""
-        who = peer.where
         if peer.dialled is None:
-            if (text := f"{who.rpartition(':')[0] or who}: {problem}") not in self.refusals:
+            if (text := f"{peer.where.rpartition(':')[0] or peer.where}: {problem}") not in self.refusals:
                 self.refusals.append(text)  # another try has another port
         elif peer.dialled.problem == problem:
             return
         else:
             peer.dialled.problem = problem
-        logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", who, problem)
+        logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", peer.where, problem)
 
     def send(self, tell: Callable[[P], None], peers: Iterable[P] | None = None) -> None:
         """Tell open connections what is new, and send what there is to send; if `tell` raises, it fails.

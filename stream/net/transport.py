@@ -182,12 +182,9 @@ class TlsTransport(Transport):
         self, sock: socket.socket, connection: Connection, context: ssl.SSLContext, *, dialled: Address | None
     ) -> None:
         super().__init__(sock, connection)
-        self._sock = self._tls = context.wrap_socket(
-            sock,
-            server_side=dialled is None,
-            server_hostname=dialled.host if isinstance(dialled, TcpAddress) else None,
-            do_handshake_on_connect=False,
-        )
+        is_server, name = dialled is None, dialled.host if isinstance(dialled, TcpAddress) else None
+        wrapped = context.wrap_socket(sock, is_server, do_handshake_on_connect=False, server_hostname=name)
+        self._sock = self._tls = wrapped
         connection.queued = partial(_queued, self._tls)
         self._is_agreed = False
         self._is_clear = False  # the other end speaks no TLS: the refusal goes out in the clear
