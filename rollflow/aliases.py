@@ -1,68 +1,26 @@
-"""Where names are that a package had before: programs may still import them from there."""
+"""Names that programs may import from a package in whose `__all__` they are not: pieces, and those of `rollflow`."""
+
+import importlib
 
 import rollflow
 
-ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has them now -> names
-    "rollflow.stream": {
-        "rollflow.stream.data.space": ("one_hot",),
-        "rollflow.stream.episodes.buffer": ("LookbackBuffer",),
-        "rollflow.stream.fragments.fragment": ("FragmentEpisodes",),
-        "rollflow.stream.graph.inline_run": ("InlineRun",),
-        "rollflow.stream.graph.run": ("Run",),
-        "rollflow.stream.graph.seeding": ("generator_for", "seed_for"),
-        "rollflow.stream.multi_agent.agent_part": ("AgentPart",),
-    },
-    "rollflow.nodes": {
-        "rollflow.nodes.connectors.common.batches": (
-            "BatchIndividualItems",
-            "DEFAULT_MODULE_ID",
-            "NumpyToTensor",
-            "TensorToNumpy",
-            "module_by_module",
-        ),
-        "rollflow.nodes.connectors.common.episode_columns": (
-            "AddObservationsFromEpisodesToBatch",
-            "LAST_OBSERVATIONS",
-            "AddStatesFromEpisodesToBatch",
-            "AddTimeDimToBatchAndZeroPad",
-        ),
-        "rollflow.nodes.connectors.env_to_module.observation_pieces": ("WriteObservationsToEpisodes",),
-        "rollflow.nodes.connectors.learner.train_columns": (
-            "AddColumnsFromEpisodesToBatch",
-            "AddColumnsFromEpisodesToTrainBatch",
-            "AddInfosFromEpisodesToTrainBatch",
-            "AddOneTsToEpisodesAndTruncate",
-        ),
-        "rollflow.nodes.connectors.module_to_env.action_pieces": (
-            "GetActions",
-            "ListifyDataForVectorEnv",
-            "ModuleToAgentUnmapping",
-            "RemoveSingleTsTimeRankFromBatch",
-            "UnBatchToIndividualItems",
-        ),
-        "rollflow.nodes.env.environments": ("Environments",),
-        "rollflow.nodes.metrics.episode_returns": ("FinishedEpisode",),
-        "rollflow.nodes.modules.distribution": (
-            "Bernoulli",
-            "Categorical",
-            "Deterministic",
-            "DiagGaussian",
-            "MultiCategorical",
-            "MultiDistribution",
-            "distribution_for",
-        ),
-        "rollflow.nodes.modules.given_module": ("GivenModule",),
-        "rollflow.nodes.modules.policy_weights": ("PolicyWeights",),
-        "rollflow.nodes.stages.env_to_module": ("EnvToModule",),
-        "rollflow.nodes.stages.module_forward": ("ModuleForward",),
-        "rollflow.nodes.stages.module_to_env": ("ModuleToEnv",),
-        "rollflow.nodes.stages.rounds": ("LagBound",),
-    },
-}
+HOMES = (  # of pieces, and of names that go with them, which `rollflow.nodes` gives
+    "rollflow.nodes.connectors.common.batches",
+    "rollflow.nodes.connectors.common.episode_columns",
+    "rollflow.nodes.connectors.env_to_module.observation_pieces",
+    "rollflow.nodes.connectors.learner.train_columns",
+    "rollflow.nodes.connectors.module_to_env.action_pieces",
+    "rollflow.nodes.modules.distribution",
+    "rollflow.nodes.modules.given_module",
+)
 
 
 def home_of(package: str, name: str) -> str | None:
-    """The module that has a name which a package had before; None: it had none. Names of `rollflow` were elsewhere."""
+    """The module that has a name which is not public in a package; None: none has it. Those of `rollflow` are there."""
     if package != "rollflow" and name in rollflow.__all__:
         return "rollflow"
-    return next((home for home, names in ALIASES.get(package, {}).items() if name in names), None)
+    for home in HOMES if package == "rollflow.nodes" and name[0].isupper() else ():
+        found = vars(importlib.import_module(home)).get(name)
+        if found is not None and getattr(found, "__module__", home) == home:
+            return home
+    return None

@@ -5,7 +5,6 @@ import importlib
 import pytest
 
 import rollflow
-from rollflow.aliases import ALIASES
 
 PACKAGES = ("rollflow", "rollflow.nodes", "rollflow.policy", "rollflow.sinks", "rollflow.stream")
 
@@ -26,10 +25,18 @@ def test_a_name_is_public_in_one_package() -> None:
 @pytest.mark.parametrize("package", PACKAGES[1:])
 def test_names_that_a_package_had_before_are_still_found_there(package: str) -> None:
     module = importlib.import_module(package)
-    for home, names in {"rollflow": rollflow.__all__, **ALIASES.get(package, {})}.items():
-        for name in names:
-            assert getattr(module, name) is getattr(importlib.import_module(home), name)
-            assert name not in module.__all__
+    for name in rollflow.__all__:
+        assert getattr(module, name) is getattr(rollflow, name)
+        assert name not in module.__all__
+
+
+def test_pieces_of_pipelines_are_found_beside_the_public_ones() -> None:
+    from rollflow.nodes import DEFAULT_MODULE_ID, Categorical, GetActions, NumpyToTensor
+
+    names = (DEFAULT_MODULE_ID, Categorical.__name__, GetActions.__name__, NumpyToTensor.__name__)
+    assert names == ("default_policy", "Categorical", "GetActions", "NumpyToTensor")
+    for name in ("Any", "Tree", "np", "Rolout"):
+        assert not hasattr(rollflow.nodes, name)
 
 
 def test_a_name_that_is_not_there_is_refused() -> None:

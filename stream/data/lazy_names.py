@@ -10,7 +10,7 @@ from typing import Any
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """The `__all__`, the `__getattr__` and the `__dir__` of a package, by its `__name__`.
 
-    Its names are those that its `__init__.py` imports if TYPE_CHECKING. Names that it had before are found by
+    Its names are those that its `__init__.py` imports if TYPE_CHECKING. Further names are found by
     `rollflow.aliases`.
     """
     module = sys.modules[package]

@@ -14,10 +14,15 @@ from sloppy_envs import Zeros, fragments_of
 from small_env import SmallEnv
 
 from rollflow import Rollout
-from rollflow.nodes import Environments, EnvToModule, ModuleForward, ModuleToEnv, PolicyWeights
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.modules.policy_weights import PolicyWeights
+from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.stages.module_forward import ModuleForward
+from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.nodes.stages.ring import ring_of
-from rollflow.stream import EnvError, InlineRun
+from rollflow.stream import EnvError
+from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.testing import check
 
 

@@ -1,5 +1,6 @@
 """A policy that is saved and loaded again: the same bytes, the same actions, in any program."""
 
+import importlib
 import os
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ from gymnasium import spaces
 
 import rollflow.nodes
 from rollflow import ConnectorV2, EpsilonGreedy, MeanStdFilter, Policy
-from rollflow.aliases import ALIASES
+from rollflow.aliases import HOMES
 from rollflow.nodes import (
     AdaptActions,
     AdaptObservations,
@@ -156,7 +157,11 @@ RECIPES: dict[str, Any] = {
     "LambdaConnector": lambda: _named_function(),
 }
 ABSTRACT = {"ConnectorV2", "ObservationPreprocessor", "SingleAgentObservationPreprocessor"} | {
-    "MultiAgentObservationPreprocessor"
+    "MultiAgentObservationPreprocessor",
+    "ActingOrLearning",
+    "ActionPiece",
+    "LearnerPiece",
+    "StepsConnector",
 }
 
 
@@ -171,8 +176,12 @@ def _named_function() -> LambdaConnector:
 
 PIECES = [
     name
-    for name in (*rollflow.__all__, *rollflow.nodes.__all__, *chain(*ALIASES["rollflow.nodes"].values()))
-    if isinstance(getattr(rollflow.nodes, name), type) and issubclass(getattr(rollflow.nodes, name), ConnectorV2)
+    for name in (
+        *rollflow.__all__,
+        *rollflow.nodes.__all__,
+        *chain(*(vars(importlib.import_module(home)) for home in HOMES)),
+    )
+    if isinstance(each := getattr(rollflow.nodes, name, None), type) and issubclass(each, ConnectorV2)
 ]
 
 
