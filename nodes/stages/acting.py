@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -33,8 +32,6 @@ from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.seeding import generator_for, seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,14 +169,12 @@ def acting_for(
     copy = acting_copy(made, device)
     stateful, on, chosen = is_stateful(copy), device_of(copy), chosen_space(copy, spaces[1])
     on_device = None if on.type == "cpu" else on
-    right = ModuleToEnvPipeline.default(*spaces, after, stateful=stateful)
-    _warn_of_declared_space(right.action_space, chosen, spaces[1])
     return Acting(
         made,
         copy,
         (seen[0], chosen),
         EnvToModulePipeline.default(*spaces, before, stateful=stateful, device=on_device),
-        right,
+        ModuleToEnvPipeline.default(*spaces, after, stateful=stateful),
     )
 
 
@@ -188,19 +183,6 @@ def left_by(pieces: Sequence[Any], spaces: tuple[gym.Space[Any], gym.Space[Any]]
     left = EnvToModulePipeline(*spaces, connectors=list(pieces))
     seen, chosen = left.observation_space, left.action_space
     return spaces[0] if seen is None else seen, spaces[1] if chosen is None else chosen
-
-
-def _warn_of_declared_space(declared: Any, chosen: gym.Space[Any], action_space: gym.Space[Any]) -> None:
-    """Log that the space that module-to-env pieces declare has no effect: nobody chooses in it, or takes it."""
-    if declared is not None and not any(are_alike(declared, space) for space in (chosen, action_space)):
-        logger.warning(
-            "module_to_env_connector: a piece's recompute_output_action_space gives %s, which has no effect: the "
-            "module chooses in %s, and the environments take %s; expected recompute_output_action_space of an "
-            "env_to_module_connector piece, or the module's action_space, which say what the module chooses in",
-            declared,
-            chosen,
-            action_space,
-        )
 
 
 def chosen_space(module: Any, action_space: gym.Space[Any]) -> gym.Space[Any]:

@@ -663,7 +663,7 @@ def _part(
         truncated=(steps.truncated[which] & is_over)[has_steps],
     )
     extra = [name for name in module.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
-    part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
+    part.module_ids, part.outputs = (module.module_id,), {module.module_id: extra}
     if steps.steps.initial is not None:
         begins = np.flatnonzero(before == 0)
         states = map_tree(lambda leaf: leaf[which[begins]], steps.steps.initial)

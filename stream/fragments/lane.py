@@ -235,10 +235,6 @@ class SlotLane:
         """The row of a slot's newest observation."""
         raise NotImplementedError
 
-    def fragment_of(self, slot: int) -> Fragment:
-        """The current fragment, with columns by the names that the module of a slot uses."""
-        return self.fragment
-
     def parent_of(self, slot: int) -> str | None:
         """The id of the multi-agent episode that the episode of a slot is a part of; None: of none."""
         return None

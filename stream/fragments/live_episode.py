@@ -60,7 +60,7 @@ class LiveEpisode(SingleAgentEpisode):
     def extra_model_outputs(self) -> dict[str, LookbackBuffer]:  # type: ignore[override]
         """Buffers over the columns of the module's extra outputs, `any[n, ...]` each."""
         lane, slot = self._lane, self._slot
-        return {name: _LiveColumn(lane, slot, name) for name in lane.fragment_of(slot).extra_columns}
+        return {name: _LiveColumn(lane, slot, name) for name in lane.fragment.extra_columns}
 
     @property
     def t(self) -> int:  # type: ignore[override]
@@ -88,7 +88,7 @@ class LiveEpisode(SingleAgentEpisode):
 
     def _flag(self, name: str) -> bool:
         lane, slot = self._lane, self._slot
-        return bool(lane.fragment_of(slot).columns[name].tree[lane.row_of(slot) - 1, slot])
+        return bool(lane.fragment.columns[name].tree[lane.row_of(slot) - 1, slot])
 
 
 class LaneEpisodes(Sequence[SingleAgentEpisode]):
@@ -294,8 +294,8 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
     @property
     def _columns(self) -> Mapping[str, Column]:
-        """The columns, by the names that the module of these slots uses."""
-        return (self.lane.fragment_of(int(self.slots[0])) if len(self) else self.lane.fragment).columns
+        """The columns of the lane's fragment."""
+        return self.lane.fragment.columns
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -389,7 +389,7 @@ class _LiveColumn(LookbackBuffer):
 
     @property
     def _whole(self) -> Column:
-        return self._lane.fragment_of(self._slot).columns[self._column]
+        return self._lane.fragment.columns[self._column]
 
     @property
     def _begin(self) -> int:

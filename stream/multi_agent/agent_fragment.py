@@ -1,18 +1,16 @@
 """AgentFragment: the steps of one part's agents in a fragment of a multi-agent lane."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, count
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.cached_property import cached_property
-from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.tree import Tree, kind_of, map_tree
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.episodes.agent_timeline import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import ChunkIndex, Fragment
@@ -129,9 +127,8 @@ class AgentFragment(Fragment):
                      of the fragment are there from the episode's beginning on
         env_clock    begins and ends of the episodes of the environments
         envs         i64[N]: of whole episodes, numbers in the lane of their environments
-        outputs      module id -> extra outputs, name -> column: the outputs that all modules with the id have
-                     alike. Columns of other modules have zeros in its rows. An output with another type than
-                     one of the same name has a column of its own; `of_module` shows it under its name
+        outputs      module id -> names of the extra outputs that all modules with the id have alike. Columns of
+                     other modules have zeros in its rows
     """
 
     def __init__(
@@ -150,7 +147,7 @@ class AgentFragment(Fragment):
         self.ends: dict[tuple[int, int], int] = {}
         self.early: list[tuple[int, int, float]] = []
         self.module_ids: Sequence[Any] = ()
-        self.outputs: Mapping[Any, Mapping[str, str]] = {}
+        self.outputs: Mapping[Any, Sequence[str]] = {}
         self.acts = self.waits = np.zeros(slots, np.bool_)
         self.received = np.zeros(slots, np.float32)
         self.serves = np.zeros(slots, np.int16)
@@ -244,9 +241,6 @@ class ModuleFragment(AgentFragment):
         self.__dict__.update(whole.__dict__)
         self._module_id = module_id
         self._of_modules = {}  # a reference to itself would keep the columns until a collection
-        renamed = {column for names in whole.outputs.values() for name, column in names.items() if name != column}
-        if renamed:
-            self.columns = named_columns(whole.columns, whole.outputs[module_id], renamed)
         places = [place for place, each in enumerate(whole.module_ids) if each == module_id]
         # One module nearly always has one place: to compare with it takes a tenth of the time.
         chosen = whole.chunk_modules == places[0] if len(places) == 1 else np.isin(whole.chunk_modules, places)
@@ -260,21 +254,3 @@ class ModuleFragment(AgentFragment):
     def extra_columns(self) -> tuple[str, ...]:
         """Names of this module's extra outputs, `policy_version` among them."""
         return (*self.outputs[self._module_id], Columns.POLICY_VERSION)
-
-
-def column_name(columns: Mapping[str, Column], name: str, kind: Tree) -> str:
-    """The name of an output's column: a new one if a column of another kind has its name, as `kind_of` has kinds."""
-    names = chain([name], (f"{name}#{number}" for number in count(2)))
-    return next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind)
-
-
-def named_columns(
-    columns: Mapping[str, Column], outputs: Mapping[str, str], renamed: Collection[str]
-) -> dict[str, Column]:
-    """Columns by the names that one module uses.
-
-    outputs    the module's outputs: name -> name of the column
-    renamed    names of columns that differ from their outputs' names
-    """
-    own = {name: columns[column] for name, column in outputs.items()}
-    return {name: column for name, column in columns.items() if name not in renamed} | own

@@ -12,8 +12,7 @@ An agent that acted and has no observation yet stays in its row, and its rewards
 part act in every step, they stand in one row. Then a step is a handful of writes of whole rows.
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,17 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, stack_trees
 from rollflow.stream.fragments.fragment import Final, FragmentLayout
 from rollflow.stream.fragments.lane import LaneColumns, SlotLane, copy_rows, outputs_error
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, column_name, named_columns
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 
 Slots = NDArray[np.int64]
-_ACTIONS = {Columns.ACTIONS: Columns.ACTIONS}
 
 
 class ModuleTurn:
@@ -104,13 +103,10 @@ class ModuleTurn:
             return self._observations[row].reshape(self._newest)
         return map_tree(lambda leaf: leaf[row].reshape(self._count, *leaf.shape[3:]), self._observations)
 
-    def resolve(self, names: Mapping[str, str]) -> None:
-        """Find the views that `write` writes to; there are none of outputs that are trees.
-
-        names    output -> its column
-        """
+    def resolve(self, names: Iterable[str]) -> None:
+        """Find the views of these columns that `write` writes to; there are none of outputs that are trees."""
         columns = self.part.fragment.columns
-        trees = {name: columns[column].tree for name, column in names.items()}
+        trees = {name: columns[name].tree for name in names}
         if self.places is not None and all(isinstance(tree, np.ndarray) for tree in trees.values()):
             views = {name: self._rows_of(tree) for name, tree in trees.items()}
             self.outputs = [(name, v, v.dtype, (self._count, *v.shape[3:]), v.shape[1:]) for name, v in views.items()]
@@ -178,8 +174,7 @@ class AgentLane(SlotLane):
         self.module = np.zeros(slots, np.int16)
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
         self.vector_steps = 0
-        self.outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
-        self._renamed: set[str] = set()  # columns with another name than their output
+        self.outputs: dict[int, list[str]] = {}  # module's place -> names of its extra outputs
         columns = self.columns.first(self.observation_space)
         self.fragment = self._fragment(0, columns, AgentFragment, part=part, env_clock=clock)
         self.acting: Slots = self.everyone[:0]
@@ -209,22 +204,20 @@ class AgentLane(SlotLane):
         """Write the outputs for a turn's slots: `actions` and every extra output, trees of arrays `any[K, ...]`."""
         if self._row is not None and turn.write(self._row, outputs):
             return
-        names = self.outputs.get(turn.place)
+        columns, slots, names = self.fragment.columns, turn.slots, self.outputs.get(turn.place)
         if names is None:
             turn.is_first = False
-            names = self.outputs[turn.place] = {
-                name: self._column_for(name, values) for name, values in outputs.items() if name != Columns.ACTIONS
-            }
-        names = {**_ACTIONS, **names}
-        columns, slots = self.fragment.columns, turn.slots
-        if outputs.keys() != names.keys():
+            names = self.outputs[turn.place] = [name for name in outputs if name != Columns.ACTIONS]
+            for name in names:
+                self._add_output(name, outputs[name], turn)
+        if outputs.keys() != {Columns.ACTIONS, *names}:
             whose = f"lane {self.index}: the outputs of module '{turn.acting.module_id}'"
             raise outputs_error(whose, names, outputs)
-        for name, column in names.items():
-            self._write(columns[column], slots, outputs[name])
+        for name, values in outputs.items():
+            self._write(columns[name], slots, values)
         columns[Columns.POLICY_VERSION].tree[self.rows_of(slots), slots] = turn.policy_version
         self.waits[slots] = True
-        turn.resolve(names)
+        turn.resolve(outputs)
 
     def record_step(self, step: PartStep, vector_step: int) -> Slots:
         """Write the results of a vector step for the part; return the slots, i64[K], of agents that begin with it.
@@ -363,11 +356,6 @@ class AgentLane(SlotLane):
     def row_of(self, slot: int) -> int:
         return int(self.at[slot])
 
-    def fragment_of(self, slot: int) -> AgentFragment:
-        if not self._renamed:
-            return self.fragment
-        return self.fragment_for(self._module_shown(slot))
-
     def envs_of(self, slots: Slots) -> Slots:
         """The environments of slots, i64[K]."""
         envs: Slots = slots // len(self.part.agents)
@@ -464,19 +452,8 @@ class AgentLane(SlotLane):
     def forget(self, module: int) -> None:
         """Forget a module that serves no slot any more, with the columns that only it wrote."""
         self._turns = None
-        dropped = set(self.outputs.pop(module, {}).values())
-        dropped.difference_update(*(names.values() for names in self.outputs.values()))
-        self._renamed -= dropped
-        for column in dropped:
-            del self.fragment.columns[column]
-
-    def fragment_for(self, module: int) -> AgentFragment:
-        """The current fragment, with columns by the names that the module at this place uses."""
-        if not self._renamed:
-            return self.fragment
-        fragment = copy.copy(self.fragment)
-        fragment.columns = named_columns(fragment.columns, self.outputs.get(module, {}), self._renamed)
-        return fragment
+        for name in set(self.outputs.pop(module, ())).difference(*self.outputs.values()):
+            del self.fragment.columns[name]
 
     def release(self) -> None:
         super().release()
@@ -593,27 +570,26 @@ class AgentLane(SlotLane):
         else:
             column.write_items(self.rows_of(slots), slots, values)
 
-    def _column_for(self, name: str, values: Tree) -> str:
-        """The name of an output's column; modules share one if their outputs have one type. A new column is zeros."""
+    def _add_output(self, name: str, values: Tree, turn: ModuleTurn) -> None:
+        """Add a column of zeros for an output; modules share one. Raises ColumnError if its type is another."""
         row = map_tree(
             lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), values
         )
-        columns = self.fragment.columns
-        column = column_name(columns, name, kind_of(row))
-        if column not in columns:
-            columns[column] = self.columns.extra(column, row)
-        if column != name:
-            self._renamed.add(column)
-        return column
+        column = self.fragment.columns.get(name)
+        if column is None:
+            self.fragment.columns[name] = self.columns.extra(name, row)
+        elif kind_of(column.row(0)) != kind_of(row):
+            raise ColumnError(
+                f"output '{name}' of module '{turn.acting.module_id}' is {kind_of(row)}, but {kind_of(column.row(0))} "
+                "of another that serves agents with the same spaces; expected one type, or another name"
+            ).see("agents")
 
-    def _outputs_by_id(self) -> dict[Any, dict[str, str]]:
-        """Module id -> name -> column, of the extra outputs that all modules with this id have alike."""
-        by_id: dict[Any, dict[str, str]] = {}
+    def _outputs_by_id(self) -> dict[Any, list[str]]:
+        """Module id -> the extra outputs that all modules with this id have alike."""
+        by_id: dict[Any, list[str]] = {}
         for module, names in self.outputs.items():
             before = by_id.get(self.module_id(module), names)
-            by_id[self.module_id(module)] = {
-                name: column for name, column in before.items() if names.get(name) == column
-            }
+            by_id[self.module_id(module)] = [name for name in before if name in names]
         return by_id
 
 

@@ -124,7 +124,7 @@ def _live_timelines(part: "AgentLane", env: int, started: int, now: int, *, has_
             observed_at[-1] = now - started
         timeline = AgentTimeline(episode, observed_at)
         if not ends and part.waits[slot]:
-            timeline.pending = part.fragment_for(int(part.module[slot])).action_in(row, slot)
+            timeline.pending = part.fragment.action_in(row, slot)
             timeline.received = {now - started - 1: part.received[slot]}
         yield timeline
 

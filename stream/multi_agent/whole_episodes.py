@@ -12,7 +12,7 @@ from rollflow.stream.data.infos import SlotInfos, copied, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment, FragmentLayout
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock, column_name
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.multi_agent_fragment import AgentChunk, AnyFragment, MultiAgentFragment
 
 _NO_REASON = "its environment was lost"
@@ -232,16 +232,16 @@ class AgentSteps:
             columns[Columns.TRUNCATEDS][-1] = True
             self.custom_data["lost"] = reason
 
-    def write(self, whole: Fragment, row: int, slot: int, number: int, names: Mapping[str, str]) -> None:
-        """Write the episode into the columns and records of a fragment, from a row on, as a slot's of some number.
+    def write(self, whole: Fragment, row: int, slot: int, number: int, names: Sequence[str]) -> None:
+        """Write the episode into the columns of these names of a fragment, and its records, from a row on.
 
-        names    of the columns here -> of those there
+        slot, number    of the fragment, and of the episode there
         """
         begin = row
         for chunk in self.columns:
             rows = slice(begin, begin + len(chunk[Columns.REWARDS]))
-            for name, column in names.items():
-                _put(whole.columns[column], rows, slot, chunk[name])
+            for name in names:
+                _put(whole.columns[name], rows, slot, chunk[name])
             begin = rows.stop
         _put(whole.columns[Columns.OBS], begin, slot, self.last_observation)
         for at, info in enumerate([*self.infos, self.last_info], row):
@@ -270,7 +270,7 @@ def _one_agent_whole(last: Fragment, episodes: Sequence[OpenEpisode]) -> Fragmen
     whole.envs = np.array([agent.slot for agent in agents], np.int64)
     whole.infos = [SlotInfos(count=1) for _ in whole.infos]
     for number, (agent, stop) in enumerate(zip(agents, stops, strict=True)):
-        agent.write(whole, stop - agent.num_steps, 0, number, {name: name for name in columns})
+        agent.write(whole, stop - agent.num_steps, 0, number, list(columns))
         observation = map_tree(lambda leaf: np.asarray(leaf)[None], agent.last_observation)
         whole.finals.append(Final(stop - 1, np.zeros(1, np.int64), observation, SlotInfos([agent.last_info])))
     whole.seal(stops[-1])
@@ -315,17 +315,18 @@ def _whole_part(
         stops[slot] = agent.num_steps
     num_rows = int(stops.max(initial=0))
     columns = {name: _empty(name, last.columns[name].row(0), num_rows, num_slots) for name in _NO_OUTPUTS}
-    outputs: dict[Any, dict[str, str]] = {}  # module id -> name of an extra output -> column
+    outputs: dict[Any, list[str]] = {}  # module id -> names of extra outputs
     for module_id in dict.fromkeys(module_id for module_id, _ in agents.values()):
         chunks = [chunk for each, agent in agents.values() if each == module_id for chunk in agent.columns]
         first, *others = ({name: kind_of(tree) for name, tree in chunk.items()} for chunk in chunks)
-        outputs[module_id] = {}
+        outputs[module_id] = []
         for name, kind in first.items():
-            if name not in _NO_OUTPUTS and all(each.get(name) == kind for each in others):
-                column = outputs[module_id][name] = column_name(columns, name, kind)
-                if column not in columns:
-                    row = map_tree(lambda leaf: leaf[:1], chunks[0][name])
-                    columns[column] = _empty(column, row, num_rows, num_slots)
+            if name in _NO_OUTPUTS or any(each.get(name) != kind for each in others):
+                continue
+            if name not in columns:
+                columns[name] = _empty(name, map_tree(lambda leaf: leaf[:1], chunks[0][name]), num_rows, num_slots)
+            if kind_of(columns[name].row(0)) == kind:  # of another that has gone, its type may have been another
+                outputs[module_id].append(name)
     ids = [agents[slot][1].id_ if slot in agents else "" for slot in range(num_slots)]
     layout = FragmentLayout(num_slots, num_rows, 0, last.layout.action_space, False, partial(_id_at, ids))
     whole = AgentFragment(layout, last.lane, last.sequence, columns, part=last.part, env_clock=clock)
@@ -337,7 +338,7 @@ def _whole_part(
         whole.clock[: steps + 1, slot] = times
         whole.ends[steps - 1, slot] = int(times[-1])
         whole.module_of[:, slot] = whole.module_ids.index(module_id)
-        agent.write(whole, 0, slot, 0, {name: name for name in _NO_OUTPUTS} | outputs[module_id])
+        agent.write(whole, 0, slot, 0, [*_NO_OUTPUTS, *outputs[module_id]])
     whole.early = sorted(
         (vector_step - episode.started, env * num_agents + place, reward)
         for env, episode in enumerate(episodes)

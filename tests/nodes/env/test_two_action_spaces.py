@@ -164,20 +164,6 @@ def test_a_choice_that_no_piece_makes_an_action_of_is_refused() -> None:
         next(iter(rollout.fragments()))
 
 
-def test_a_declared_output_space_that_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    declares = {"module_to_env_connector": lambda env: SaysSo()}
-    Rollout(TakesPairs, **declares).close()
-    [record] = [each for each in caplog.records if each.name == "rollflow.nodes.stages.acting"]
-    assert record.getMessage().startswith(
-        "module_to_env_connector: a piece's recompute_output_action_space gives Discrete(6), which has no effect: the "
-        "module chooses in Dict("
-    )
-    caplog.clear()
-    Rollout(TakesPairs, **declares, **DECLARED["by a piece"]).close()
-    Rollout(TakesPairs, module_to_env_connector=lambda env: Spreads(), **DECLARED["by a class"]).close()
-    assert not [each for each in caplog.records if each.name == "rollflow.nodes.stages.acting"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "processes"])
 def test_what_environments_get_is_held_against_their_space(where: Any) -> None:

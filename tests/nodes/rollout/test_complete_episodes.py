@@ -137,7 +137,7 @@ def test_modules_that_come_and_go_leave_no_step_out_of_whole_episodes() -> None:
         def change(episode: Any) -> None:
             if len(present) < 3:
                 present.append(next(coming))
-                rollout.add_module(present[-1], Wide(present[-1] % 3))
+                rollout.add_module(present[-1], Wide(2 * (present[-1] % 2)))
             else:
                 rollout.remove_module(present.pop(0))
 

@@ -13,8 +13,8 @@ from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, MultiAgentRollout, RLModule
-from rollflow.nodes import LambdaConnector, MultiRLModule
-from rollflow.stream import ModuleError
+from rollflow.nodes import MultiRLModule
+from rollflow.stream import ColumnError, ModuleError
 
 AGENTS = ("a", "b")
 
@@ -345,57 +345,18 @@ def test_a_stateful_module_is_refused_where_fragments_keep_nothing_of_the_ones_b
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (torch.full((3,), 1.5), torch.full((2,), 2.5)),
-        (torch.tensor(7), torch.tensor(0.25)),
-        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2)),
+        ({"outputs": {"told": torch.zeros(3)}}, {"outputs": {"told": torch.zeros(2)}}),
+        ({"outputs": {"told": torch.tensor(7)}}, {"outputs": {"told": torch.tensor(0.25)}}),
+        ({"state": 1}, {"state": 3}),
     ],
 )
-def test_outputs_of_one_name_may_differ_from_module_to_module(ours: Any, theirs: Any) -> None:
-    modules = {"a": Acts(0, outputs={"told": ours}), "b": Acts(1, outputs={"told": theirs})}
-    with marathon(module=modules, length=5, fragment_length=3, num_fragments=3) as rollout:
-        for fragment in rollout.fragments():
-            for module_id, told in (("a", ours), ("b", theirs)):
-                part = fragment.of_module(module_id)
-                np.testing.assert_array_equal(part.gather("told"), np.broadcast_to(told, (3, *told.shape)))
-                assert part.gather("told").dtype == told.numpy().dtype
-                assert part.extra_columns == ("told", "policy_version")
-            for episode in fragment.episodes():
-                for agent, told in (("a", ours), ("b", theirs)):
-                    own = episode.agent_episodes[agent]
-                    assert set(own.extra_model_outputs) == {"told", "policy_version"}
-                    np.testing.assert_array_equal(own.get_extra_model_outputs("told", -1), told)
-
-
-def test_states_may_differ_from_module_to_module() -> None:
-    modules = {"a": Acts(0, state=1), "b": Acts(1, state=3)}
-    with marathon(module=modules, length=5, fragment_length=3, num_fragments=3) as rollout:
-        batches = list(rollout.batches())
-    for module_id, width in (("a", 1), ("b", 3)):
-        assert [batch[module_id]["count"].tolist() for batch in batches] == [
-            [[1.0, 2.0, 3.0, 0.0]],
-            [[4.0, 5.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]],
-            [[2.0, 3.0, 4.0, 0.0]],
-        ]
-        assert {batch[module_id]["state_in"]["count"].shape[1] for batch in batches} == {width}
-
-
-def test_pieces_see_the_outputs_of_their_own_module() -> None:
-    seen: dict[str, set[Any]] = {"a": set(), "b": set()}
-
-    def look(episodes: Any) -> None:
-        for episode in ConnectorV2.single_agent_episode_iterator(episodes):
-            if len(episode):
-                assert set(episode.extra_model_outputs) == {"told", "policy_version"}
-                seen[episode.module_id].add(np.shape(episode.get_extra_model_outputs("told", -1)))
-
-    modules = {name: Acts(0, outputs={"told": torch.zeros(size)}) for name, size in (("a", 2), ("b", 3))}
-    with marathon(
-        module=modules,
-        env_to_module_connector=lambda part: LambdaConnector(look),
-        joint_connector=lambda env: LambdaConnector(look),
-    ) as r:
-        list(r.fragments())
-    assert seen == {"a": {(2,)}, "b": {(3,)}}
+def test_outputs_of_one_name_have_one_type_for_agents_of_the_same_spaces(ours: Any, theirs: Any) -> None:
+    told = "output '(told|state_out)' of module 'b' is .*, but .* of another that serves agents with the same spaces"
+    with pytest.raises(ColumnError, match=told), marathon(module={"a": Acts(**ours), "b": Acts(**theirs)}) as rollout:
+        list(rollout.fragments())
+    modules = {"a": Acts(**ours), "b": Acts(**theirs)}
+    with MultiAgentRollout(partial(unlike, 4), module=modules, fragment_length=2, num_fragments=1) as rollout:
+        assert len(list(rollout.fragments())) == 1  # of other spaces
 
 
 # Weights that act
