@@ -167,7 +167,7 @@ def _described_part(part: AgentFragment, seen: Sequence[gym.Space[Any]]) -> Plai
     ends = [[*key, vector_step] for key, vector_step in part.ends.items()]
     return described(part, seen) | {
         "module_ids": list(part.module_ids),
-        "outputs": {module_id: {name: name for name in names} for module_id, names in part.outputs.items()},
+        "outputs": {module_id: list(names) for module_id, names in part.outputs.items()},
         "ends": np.array(ends, np.int64).reshape(-1, 3),
         "early": np.array(part.early, np.float64).reshape(-1, 3),
         **{name: getattr(part, name) for name in _OF_SLOTS},
@@ -424,10 +424,7 @@ def _part_in(
     fragment.seal_at(_stops_in(fragment, entries))
     fragment.ends = {(row, slot): step for row, slot, step in entries["ends"].tolist()}
     fragment.early = [(int(step), int(slot), reward) for step, slot, reward in entries["early"].tolist()]
-    fragment.module_ids, fragment.outputs = (
-        tuple(entries["module_ids"]),
-        {each: list(names) for each, names in entries["outputs"].items()},
-    )
+    fragment.module_ids, fragment.outputs = tuple(entries["module_ids"]), entries["outputs"]
     return fragment
 
 
