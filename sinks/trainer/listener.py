@@ -292,7 +292,11 @@ class TrainerListener:
             )
         self._rounds.widen(source)
         check_together(source, self.sources.values())
+        version = self.weights.version
         self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
+        if self.weights.version > version:  # what others have begun is older by more than what is published
+            for other in self.sources.values():
+                other.joined_at = self.weights.version
         peer.connection.welcome(source.session)
         announce(source, self.sources.values())
         if isinstance(peer.transport, DescriptorTransport):

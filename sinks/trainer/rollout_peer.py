@@ -142,7 +142,7 @@ class RolloutPeer:
     lost_at: float = 0.0  # when its connection was lost last
     reason: str = ""  # why it was
     reminder: WaitReminder = field(default_factory=WaitReminder)  # when to log again that it is awaited
-    joined_at: int = 0  # policy version here when it was last taken in, or joined rounds
+    joined_at: int = 0  # policy version here when it was last taken in, or joined rounds, or the version was raised
 
     # From its Hello
     called: str = "?"  # the name that it gives itself
