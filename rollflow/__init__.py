@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from rollflow.nodes.offloaded.rollout_host import RolloutHost as RolloutHost
     from rollflow.nodes.policies.policy import Policy as Policy
     from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout as MultiAgentRollout
-    from rollflow.nodes.rollout.options import Forward as Forward, Timeouts as Timeouts, Watch as Watch
+    from rollflow.nodes.rollout.options import (
+        Checkpoints as Checkpoints,
+        Forward as Forward,
+        Timeouts as Timeouts,
+        Watch as Watch,
+    )
     from rollflow.nodes.rollout.rollout import Rollout as Rollout
     from rollflow.policy.client import PolicyClient as PolicyClient
     from rollflow.sinks.datasets.dataset_sink import DatasetSink as DatasetSink

@@ -37,49 +37,31 @@ BUDGETS = {  # folder -> code lines, classes
         1031,
         10,
     ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
-    "nodes/env": (
-        2078,
-        25,
-    ),  # TorchEnvs, JaxEnvs named; places report; agents; checked pools at a glance; gates; one slot stepped by itself
+    "nodes/env": (2334, 28),  # states of environments; TorchEnvs, JaxEnvs named; places report; agents
     "nodes/env/remote": (1528, 14),  # hosts of another version refused
-    "nodes/env/workers": (
-        2393,
-        35,
-    ),  # lanes elsewhere, also of hosts; a worker and a thread's lane are classes; slots apart, losses, waits
+    "nodes/env/workers": (2445, 35),  # states, order of lanes; lanes elsewhere, also of hosts
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (377, 9),
     "nodes/logs": (587, 10),
-    "nodes/metrics": (575, 10),  # columns on a device
-    "nodes/modules": (
-        1683,
-        31,
-    ),  # logits that are no floats refused; passes over dicts; faults on a device; tensors drawn for many steps
+    "nodes/metrics": (582, 10),  # returns that go on; columns on a device
+    "nodes/modules": (1718, 31),  # weights that wait; logits that are no floats refused; passes over dicts
     "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2015, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (
-        1514,
-        16,
-    ),  # functions of users; columns on a device; words of other engines; slots apart; JaxEnvs by name
-    "nodes/stages": (1943, 21),  # columns, faults on a device; lanes that stop, run ahead, or are begun; inference mode
+    "nodes/rollout": (1937, 18),  # checkpoints of runs; functions of users; columns on a device
+    "nodes/stages": (2031, 22),  # lanes in order; columns, faults on a device
     "policy": (379, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (844, 20),
-    "rollflow": (59, 0),
+    "rollflow": (64, 0),  # a name more
     "sinks": (81, 1),  # the locked folder of replays and datasets
     "sinks/datasets": (1917, 19),
     "sinks/learner": (76, 4),
     "sinks/replay": (2075, 27),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2613, 25),  # numbers of rollouts checked, that the trainer counts with; versions raised meanwhile
     "stream": (64, 0),
-    "stream/data": (
-        1428,
-        36,
-    ),  # columns on a device, and their page; memory of what is gathered used again; a row's items
+    "stream/data": (1432, 37),  # errors of checkpoints; columns on a device, and their page
     "stream/episodes": (1670, 13),
-    "stream/fragments": (
-        1537,
-        20,
-    ),  # ready slots and their answers, from nodes/env; losses of agents; memory of workers; rows turned in blocks
-    "stream/graph": (2573, 34),  # tasks that read several outputs; bound calls of nodes, which may wait in them
+    "stream/fragments": (1557, 20),  # a lane that goes on from another; ready slots and their answers, from nodes/env
+    "stream/graph": (2584, 34),  # a ring that stands still; tasks that read several outputs
     "stream/multi_agent": (1421, 18),  # whole episodes, slots of agents, which stood in nodes/env; blocks of slots
     "stream/net": (908, 13),  # sockets that listen and ends of connections, from nodes/env/remote; what they are of
     "stream/observe": (1250, 18),
@@ -87,7 +69,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/wire/codec": (1138, 30),
 }
 PUBLIC_NAMES = {
-    "rollflow": 33,  # environments of tensors; those in JAX, whose users write gymnax.make(…) beside it
+    "rollflow": 34,  # checkpoints; environments of tensors; those in JAX, whose users write gymnax.make(…) beside it
     "rollflow.stream": 23,
     "rollflow.nodes": 35,
     "rollflow.policy": 6,

@@ -1,5 +1,7 @@
 """The base of nodes that step environments, of one agent each or of several."""
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -7,6 +9,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
+import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.env.env_source import Autoreset
@@ -27,6 +30,7 @@ from rollflow.stream.observe.waits import Wait
 if TYPE_CHECKING:
     from rollflow.nodes.env.environments import EnvKind
 
+logger = logging.getLogger(__name__)
 _MOST_LANES = 1 << 16  # where others may come
 
 
@@ -75,6 +79,9 @@ class LaneGate:
         """Take note that a lane gives no more than so many fragments in all."""
 
     # As a listener, which environments tell of lanes
+
+    def lane_acts(self, lane: Any) -> None:
+        """Take note that a lane has its actions, and is to be stepped, if lanes keep their order."""
 
     def lane_lost(self, lane: int) -> None:
         """Take note that the lane of this number is lost; it may begin anew."""
@@ -129,6 +136,10 @@ class LaneSource:
     call_times               of its calls, or of what lanes come back from
     may_wait                 whether steps may be waited for in the graph's thread: nothing else is to be done there
     has_own_thread           whether the graph runs in a thread that does nothing else
+    records_actions          whether steps of environments whose state can't be read are recorded
+    states_before                   of every lane's environments, from which those of lanes that are restored go on
+    keeps_order              whether lanes come back in the order of their numbers, wherever they step
+    order                    their numbers, that of the lane that comes next at first; empty before they begin
     trace                    records lanes and their steps; None: nothing is traced
 
     Raises EnvError when environments can't be made, or differ, and ValueError for `slot_seeds` that are not one for
@@ -139,6 +150,7 @@ class LaneSource:
     may_wait = True
     has_own_thread = is_draining = False
     lost_steps = 0
+    keeps_order = records_actions = False
     may_be_async = False  # whether environments may answer for some of a lane's slots at a time
     does = "step"  # what a lane comes back from, in a trace
 
@@ -175,6 +187,8 @@ class LaneSource:
         self.listener = LaneGate()
         self.call_times = CallTimes()
         self.trace: FragmentTrace | None = None
+        self.states_before: Sequence[Any] = ()
+        self.order: deque[int] = deque()
         self.lanes: Sequence[Any] = []
         self._lanes_fit = False  # those that stand, but for their lookback
         self._of_lanes: tuple[Any, ...] = ()
@@ -291,6 +305,8 @@ class LaneSource:
 
     def __call__(self, actions: Lane | MultiAgentLane) -> Lane | MultiAgentLane | None:
         """Step the lane's environments with the actions that it brings."""
+        if self.keeps_order:
+            self.listener.lane_acts(actions)
         lane: Lane | MultiAgentLane | None = self.hand_over(actions)
         return lane
 
@@ -318,9 +334,45 @@ class LaneSource:
     def reset_lane(self, lane: Any) -> None:
         """Reset a lane's environments for the first time. In whichever thread."""
         place = lane.index - self._first_lane
-        seeds = self.seeds_of_lane(place, 0)
+        if self.states_before and self._goes_on(lane, place):
+            return
+        # The first episodes of the run that this one goes on with are not played again.
+        seeds = self.seeds_of_lane(place, lane.vector_steps if self.states_before else 0)
         with noted(f"lane {lane.index}, the first reset"):
             lane.reset(*self._here[place].reset(seeds))
+
+    def _goes_on(self, lane: Any, place: int) -> bool:
+        """True if a lane's environments go on from their states; else its open episodes end."""
+        try:
+            seeds, ended = self.seeds_of_lane(place, lane.vector_steps), np.flatnonzero(lane.dead).tolist()
+            self._here[place].set_state(self.states_before[place], seeds, ended)
+        except EnvError as error:
+            self.begin_anew(lane, str(error))
+        return bool(lane.is_restored)
+
+    def begin_anew(self, lane: Any, reason: str) -> None:
+        """End the open episodes of a lane whose environments can't go on from their states."""
+        logger.warning("lane %d: its environments begin anew, and its open episodes end: %s", lane.index, reason)
+        lane.begin_anew(f"the run was resumed: {reason}")
+
+    def record_actions(self) -> None:
+        """Record the steps of environments whose state can't be read, for `get_state`. Before the first reset."""
+        self.records_actions = True
+        for each in self._here:
+            each.record_actions()
+
+    def get_state(self) -> list[Any]:
+        """The states of every lane's environments. While none steps."""
+        return [each.get_state() for each in self._here]
+
+    def go_on_from(self, states: Sequence[Any], order: Sequence[int] | None) -> None:
+        """Have the environments of lanes that are restored go on from these states, of every lane, when they begin.
+
+        order    of the lanes' numbers, if they keep it: the first one steps next
+        """
+        self.states_before = states
+        if order is not None:
+            self.order = deque(order)
 
     def step_lane(self, lane: Any) -> None:
         """Step a lane's environments, and record what they give. In any thread."""

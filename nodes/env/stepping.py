@@ -16,6 +16,7 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 from optree import PyTreeSpec
 
+from rollflow.nodes.env.env_state import RecordedEnv, set_state, state_of
 from rollflow.nodes.env.observation_check import (
     CHECKED_STEPS,
     STEP_GIVES,
@@ -90,6 +91,9 @@ class LaneVectorEnv:
         self._gives_tensors = False
         space = env.single_observation_space
         self._check = ObservationCheck(space, deviations, where)
+        # What is reset and stepped one by one: the environments, or what records the steps of those in `_recorded`.
+        self._each: list[Any] = list(cast("SyncVectorEnv", env).envs) if self._is_one_by_one else [env]
+        self._recorded: dict[int, RecordedEnv] = {}
         self.tell_resets(nothing)
 
     def tell_resets(self, turn: Turn) -> bool:
@@ -99,7 +103,8 @@ class LaneVectorEnv:
         """
         self._turn, self._steps_made = turn, 0
         if self._is_one_by_one:
-            self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), self._mode, turn, self._check.answer)
+            self._calls = [each.step for each in self._each], [each.reset for each in self._each]
+            self._step = _one_after_the_other(self.env, *self._calls, self._mode, turn, self._check.answer)
         else:
             self._step = _STEPS[self._mode](self.env, turn)
         return self._is_one_by_one or self._mode is AutoresetMode.DISABLED
@@ -108,12 +113,54 @@ class LaneVectorEnv:
         """Reset every slot with a seed of its own; see `reset_with`."""
         self.tell_resets(self._turn)  # by steps that know of no end of an episode before it
         if self._is_one_by_one:
-            observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.answer)
+            observations, infos = _reset_each(self.env, self._each, seeds, options, self._check.answer)
         else:
             observations, infos = reset_with(self.env, seeds, options)
             self._note_tensors(observations)
         self._check.slots(observations, dtypes=not self._is_one_by_one)
         return observations, infos
+
+    def record_actions(self, slots: Sequence[int] | None = None) -> None:
+        """Record the steps of environments since their last reset, so that others can be brought to where they stand.
+
+        slots    of these environments; None: of those whose state can't be read
+        """
+        for slot, env in enumerate(self._each if self._is_one_by_one else ()):
+            is_recorded = "restart" in self._state_of(slot) if slots is None else slot in slots
+            if is_recorded and slot not in self._recorded:
+                self._each[slot] = self._recorded[slot] = RecordedEnv(env)
+        self.tell_resets(self._turn)
+
+    def get_state(self) -> list[dict[str, Any]]:
+        """Of each environment {"state": …}, {"replay": …} or {"restart": why}; see `state_of` and `RecordedEnv`."""
+        return [self._state_of(slot) for slot in range(len(self._each))]
+
+    def _state_of(self, slot: int) -> dict[str, Any]:
+        if slot in self._recorded:
+            return {"replay": self._recorded[slot].get_state()}
+        try:
+            return {"state": state_of(self._each[slot])}
+        except EnvError as error:
+            return {"restart": str(error)}
+
+    def set_state(self, states: Sequence[Mapping[str, Any]], seeds: Sequence[int], ended: Sequence[int]) -> None:
+        """Go on from what `get_state` gave. Raises EnvError if an environment can't.
+
+        seeds    of a reset before: what that makes is there then
+        ended    slots that the next step only resets
+        """
+        if (why := next((each["restart"] for each in states if "restart" in each), None)) is not None:
+            raise EnvError(why)
+        self.record_actions([slot for slot, state in enumerate(states) if "replay" in state])
+        self.reset(seeds)
+        for slot, state in enumerate(states):
+            if "replay" in state:
+                self._recorded[slot].set_state(state["replay"])
+            else:
+                set_state(self._each[slot], state["state"])
+        if self._is_one_by_one and self._mode is AutoresetMode.NEXT_STEP:
+            for slot in ended:
+                _reset_in_next_step(*self._calls, slot, self._turn)
 
     def step(self, actions: Tree) -> Stepped:
         """Step with actions any[N, ...]: `Stepped`, or gymnasium's tuple, which lacks `final`."""
@@ -257,13 +304,13 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
 
 
 def _reset_each(
-    env: SyncVectorEnv, seeds: Sequence[int] | None, options: Any, look: Look
+    env: VectorEnv[Any, Any, Any], envs: Sequence[Any], seeds: Sequence[int] | None, options: Any, look: Look
 ) -> tuple[Tree, Mapping[str, Any]]:
-    """Reset the environments of a `SyncVectorEnv` of our own, without its `reset`'s copies and infos."""
+    """Reset the environments of a `SideBySide`, without its `reset`'s copies and infos."""
     observations: list[Tree] = []
     infos: list[Any] = []
     each_seed: Sequence[int | None] = [None] * env.num_envs if seeds is None else seeds
-    for slot, (each, seed) in enumerate(zip(env.envs, each_seed, strict=True)):
+    for slot, (each, seed) in enumerate(zip(envs, each_seed, strict=True)):
         answer = _reset_slot(partial(each.reset, seed=seed, options=options), slot, nothing)
         look(slot, answer, "the first reset")
         observations.append(answer[0])
@@ -272,16 +319,19 @@ def _reset_each(
     return _stacked(observations, space, _structure_in(space)), _vector_infos(infos)
 
 
-def _one_after_the_other(env: SyncVectorEnv, mode: AutoresetMode, turn: Turn, look: Look) -> Step:
-    """Step the environments of a `SyncVectorEnv` of our own, without its `step`'s copies and infos.
+def _one_after_the_other(
+    env: VectorEnv[Any, Any, Any], steps: list[Any], resets: list[Any], mode: AutoresetMode, turn: Turn, look: Look
+) -> Step:
+    """Step the environments of a `SideBySide`, without its `step`'s copies and infos.
+
+    steps, resets    calls that step and reset each slot
 
     Under NEXT_STEP the next step of a slot that is done resets it; under the other modes it is reset at once.
     """
-    envs, space, seen = env.envs, env.action_space, env.single_observation_space
+    space, seen = env.action_space, env.single_observation_space
     structure, resets_next = _structure_in(seen), mode is AutoresetMode.NEXT_STEP
     last_of = ObservationRows(seen)
-    steps, resets = [each.step for each in envs], [each.reset for each in envs]
-    for slot in range(len(envs)):
+    for slot in range(len(steps)):
         _look_once(steps, slot, look, "its first step", len(STEP_GIVES))
         _look_once(resets, slot, look, "a reset", 2)
 

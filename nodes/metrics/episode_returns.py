@@ -1,7 +1,7 @@
 """Returns and lengths of finished episodes, of one agent or several, added up over the fragments that they lie in."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -116,6 +116,17 @@ class EpisodeReturns(EpisodeWindow):
     def forget(self, source: Hashable, lane: int) -> None:
         """Forget the open episodes of a lane that has ended."""
         self._open.pop((source, lane), None)
+
+    def get_state(self) -> dict[str, Any]:
+        """The episodes counted, and the rewards of open ones."""
+        opened = [[*key, last, so_far.copy()] for key, (last, so_far) in self._open.items()]
+        return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths), "open": opened}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Count on from what `get_state` gave."""
+        self.count = 0
+        self.take(state["count"], state["returns"], state["lengths"])
+        self._open = {(source, lane): (last, so_far.copy()) for source, lane, last, so_far in state["open"]}
 
 
 class AgentReturns(EpisodeWindow):

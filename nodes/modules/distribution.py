@@ -231,6 +231,17 @@ class Races:
             self._at = count
         return self._drawn[begin:end].reshape(shape)
 
+    def get_state(self) -> dict[str, Any]:
+        """What is drawn next: the generator, and what is left of the numbers drawn, and their shape."""
+        generator = self._random.bit_generator.state
+        return {"generator": generator, "drawn": self._drawn[self._at :].copy(), "shape": self._shape}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Draw what another one would draw that gave this state."""
+        self._random.bit_generator.state = state["generator"]
+        self._drawn, self._at = state["drawn"].copy(), 0
+        self._shape = (0,)
+
 
 class JointRaces:
     """Races of several lanes, for a batch that has the rows of one lane after those of another.

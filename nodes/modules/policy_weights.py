@@ -1,6 +1,7 @@
 """Newest published weights of an acting module with the number of their version, and weights as named arrays."""
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -38,6 +39,34 @@ class PolicyWeights:
         self._loading = threading.Lock()  # held while weights are loaded, so that no reader gets half of them
         self._version = self._loaded = self.first_version = version
         self._unused: tuple[int, dict[str, Any]] | None = None
+        self._waiting: deque[tuple[int, dict[str, Any]]] | None = None  # until `let_in`; None: the newest is taken
+
+    def keep_all(self) -> None:
+        """Have weights wait for `let_in`, instead of being taken as soon as they come. Before any is published."""
+        self._waiting = deque()
+
+    def let_in(self, version: int) -> None:
+        """Have the next pass take the newest weights up to this version, and forget those before."""
+        with self._lock:
+            while self._waiting and self._waiting[0][0] <= version:
+                self._unused = self._waiting.popleft()
+
+    def get_state(self, module: Any) -> dict[str, Any]:
+        """The weights of an acting module that wait, and its own, with their versions: none is copied."""
+        with self._loading, self._lock:
+            loaded = self._unused or (self._loaded, module.state_dict())
+            return {"version": self._version, "loaded": list(loaded), "waiting": [*map(list, self._waiting or ())]}
+
+    def set_state(self, module: Any, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave. Before any is published."""
+        version, weights = state["loaded"]
+        module.load_state_dict(weights)
+        self.go_on_from(version)
+        if state["waiting"] and self._waiting is None:  # they are taken as they come
+            self._unused = tuple(state["waiting"][-1])
+        elif self._waiting is not None:
+            self._waiting += map(tuple, state["waiting"])
+        self._version = state["version"]
 
     @property
     def version(self) -> int:
@@ -53,8 +82,14 @@ class PolicyWeights:
         copied = copied_weights(weights)  # without the lock: a forward pass may want it
         with self._lock:
             self._version += 1
-            self._unused = self._version, copied
+            self._put(copied)
             return self._version
+
+    def _put(self, weights: dict[str, Any]) -> None:
+        if self._waiting is None:
+            self._unused = self._version, weights
+        else:
+            self._waiting.append((self._version, weights))
 
     def publish_as(self, version: int, weights: Weights, *, copies: bool = True) -> bool:
         """Copy `weights` under a version that a trainer gave them; False: they are not newer, and are passed over.
@@ -70,7 +105,8 @@ class PolicyWeights:
         with self._lock:
             if version <= self._version:
                 return False
-            self._version, self._unused = version, (version, copied)
+            self._version = version
+            self._put(copied)
             return True
 
     def go_on_from(self, version: int) -> None:
@@ -105,7 +141,8 @@ class PolicyWeights:
     def newest(self, module: Any) -> tuple[int, dict[str, Any]]:
         """Newest version and a copy of its weights: those published last, or else what the acting module has."""
         with self._loading, self._lock:
-            version, weights = self._unused or (self._loaded, module.state_dict())
+            waiting = self._waiting[-1] if self._waiting else None
+            version, weights = waiting or self._unused or (self._loaded, module.state_dict())
             return version, copied_weights(weights)
 
     def check(self, weights: Weights) -> None:

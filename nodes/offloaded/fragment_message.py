@@ -87,7 +87,7 @@ def message_of(number: int, fragment: AnyFragment, spaces: Sequence[Any], more: 
     Raises ModuleError for the id of one of several modules that is no string.
     """
     if isinstance(fragment, Fragment):
-        columns, rest = _sent(fragment), described(fragment, spaces)
+        columns, rest = sent_columns(fragment), described(fragment, spaces)
     else:
         columns, rest = {"parts": list(map(_sent_part, fragment.parts))}, _described_agents(fragment, spaces)
     return wire.Fragment(fragment.lane, number, columns, rest | dict(more))
@@ -127,7 +127,7 @@ def layout_entries(layout: FragmentLayout) -> Plain:
     return {name: getattr(layout, name) for name in names} | {"episodes": layout.episode_id.prefix}
 
 
-def _sent(fragment: Fragment, spare: int = 0) -> Plain:
+def sent_columns(fragment: Fragment, spare: int = 0) -> Plain:
     """The columns up to the last row, and so many rows behind it, if they are there."""
     last = fragment.last_row + spare
     return {
@@ -139,7 +139,7 @@ def _sent(fragment: Fragment, spare: int = 0) -> Plain:
 def _sent_part(part: AgentFragment) -> Plain:
     """The columns of a part; the row of the newest observations has the actions that wait for others."""
     stop = part.last_row + 1
-    return {"columns": _sent(part, 1), "clock": part.clock[:stop], "module_of": part.module_of[:stop]}
+    return {"columns": sent_columns(part, 1), "clock": part.clock[:stop], "module_of": part.module_of[:stop]}
 
 
 def _described_agents(fragment: MultiAgentFragment, spaces: Sequence[PartSpaces]) -> Plain:
@@ -223,7 +223,7 @@ def fragment_of(
     """
     with refusing("it is no fragment"):
         fragment: Fragment = _begun(message.lane, message.columns, message.rest, layout, spaces, is_checked=is_checked)
-        _complete(fragment, message.rest)
+        completed(fragment, message.rest)
         if "stops" in message.rest:
             fragment.seal_at(_stops_in(fragment, message.rest))
         else:
@@ -370,7 +370,7 @@ def _wrong(text: str) -> WireError:
     return WireError(text, "fragment")
 
 
-def _complete(fragment: Fragment, fields: Mapping[str, Any]) -> None:
+def completed(fragment: Fragment, fields: Mapping[str, Any]) -> None:
     """Give a fragment what `described` said of its ends, losses, infos and custom data."""
     if fields.get("finals") is not None:
         fragment.finals = _finals_of(fields["finals"])
@@ -417,7 +417,7 @@ def _part_in(
     stop = fragment.first_row + rows
     _check_array("clock", fragment.clock, np.int64, (stop + 1, slots))
     _check_array("module_of", fragment.module_of, np.int16, (stop + spare, slots))
-    _complete(fragment, entries)
+    completed(fragment, entries)
     for name, dtype in _OF_SLOTS.items():
         _check_array(name, entries[name], dtype, (slots,))
         setattr(fragment, name, entries[name])

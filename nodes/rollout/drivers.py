@@ -27,6 +27,7 @@ from rollflow.stream.observe.waits import CALLER, Look, Sign
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+_LOOK_S = 0.05  # between two looks at whether a thread has ended
 _NODES_CLOSE_S = 10.0  # nodes have limits of their own, as for worker processes
 
 
@@ -99,11 +100,42 @@ class Driver:
 
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes."""
-        self._command(lambda: self._credits.release(lanes))
+        self._command(self._credits.releasing(lanes))
 
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
         self._command(self.run.finish)
+
+    def standing_still(self, look: Callable[[Sequence[Any]], T]) -> T:
+        """Call a function while every lane stands at the gate, with the fragments that were not taken; its result.
+
+        Raises RunError if the ring has ended in a thread, which has closed its nodes, and what the function raises.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+        is_done = threading.Event()
+
+        def stand() -> None:
+            try:
+                with self._credits.shut():
+                    self.run.settle()
+                    results.append(look([*self._fragments, *(item for _, item, _ in self.run.chain.pending)]))
+            except BaseException as error:
+                errors.append(error)
+            is_done.set()
+
+        self._command(stand)
+        while not (is_done.wait(_LOOK_S) or self._has_stopped.is_set()):
+            pass
+        if errors:
+            raise errors.pop()
+        if not results:
+            raise RunError("the run has ended, expected save() in its loop, before the last round is asked for")
+        return results[0]
+
+    def begin_with(self, fragments: Sequence[Any]) -> None:
+        """Have these be taken first. Before it starts."""
+        self._fragments.extend(fragments)
 
     def look(self) -> Look | None:
         """What every stage does right now, for the stall doctor; None: it does not run. From any thread.

@@ -147,6 +147,31 @@ class Watch:
         return StallRules(self.stall_after, self.on_stall)
 
 
+@checking_constructor()
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Checkpoints of a run, from which `Rollout.resume` goes on: `Rollout(env, checkpoints=Checkpoints("runs/7"))`.
+
+    folder        where they are written, each in a folder of its own
+    every_s       seconds between two; the first round that is asked for after that begins with one
+    keep          newest ones that are kept
+    on_sigterm    save, and leave the loop by SystemExit, when the process is told to end
+
+    A thread writes them. Environments that can't say their state are stepped again from their last reset, with the
+    actions that are recorded for that. Raises ValueError for numbers that are none, or too small.
+    """
+
+    folder: str | os.PathLike[str]
+    every_s: float = 60.0
+    keep: int = 3
+    on_sigterm: bool = True
+
+    def __post_init__(self) -> None:
+        checked_number("every_s of Checkpoints", self.every_s, above=0, noun="seconds")
+        checked_count("keep of Checkpoints", self.keep, 1)
+        check_flags(on_sigterm=self.on_sigterm)
+
+
 _RECORDS: dict[str, type[Forward | Timeouts | Watch]] = {"forward": Forward, "timeouts": Timeouts, "watch": Watch}
 
 # Keyword that no rollout has -> what is to be written instead; some are other engines' words.
@@ -186,6 +211,7 @@ class CommonKeywords(TypedDict, total=False):
     forward: Forward
     timeouts: Timeouts
     watch: Watch
+    deterministic: bool
     debug: bool
 
 
@@ -194,6 +220,7 @@ class RolloutKeywords(CommonKeywords, total=False):
 
     env_kwargs: Mapping[str, Any] | None
     autoreset_mode: Autoreset
+    checkpoints: Checkpoints | None
     explore: bool
     env_to_module_connector: Callable[[Any], Pieces] | None
     module_to_env_connector: Callable[[Any], Pieces] | None
@@ -249,6 +276,8 @@ class RolloutOptions:
     forward: Forward = Forward()
     timeouts: Timeouts = Timeouts()
     watch: Watch = Watch()
+    checkpoints: Checkpoints | None = None
+    deterministic: bool = False
     debug: bool = False
     log_to: LogOptions = field(default_factory=LogOptions)
 
@@ -261,9 +290,11 @@ class RolloutOptions:
             max_lag=(self.max_lag, 0),
         )
         checked_count("prefetch", self.prefetch, 0)
-        check_flags(debug=self.debug)
+        check_flags(debug=self.debug, deterministic=self.deterministic)
         for name, kind in _RECORDS.items():
             checked_record(name, getattr(self, name), kind)
+        if self.checkpoints is not None:
+            checked_record("checkpoints", self.checkpoints, Checkpoints)
         check_staleness(self.max_lag, self.on_excess)
 
     @property

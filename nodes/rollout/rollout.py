@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Unpack
+from pathlib import Path
+from typing import Any, Self, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
@@ -21,10 +22,12 @@ from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
+from rollflow.nodes.rollout.checkpoint import keywords_of, read, restore
 from rollflow.nodes.rollout.options import RolloutKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import Acting, acting_for, pieces_given
 from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
@@ -96,6 +99,9 @@ class Rollout(RolloutLoop[Fragment]):
                                        has one for each slot's environment; the rest follows from all of them
     log                      None      Where its figures are written, such as "tensorboard:runs/1"; or a list of them.
                                        Kinds: jsonl, mlflow, progress, prometheus, tensorboard, wandb
+    checkpoints              None      `Checkpoints`: where the run is saved, and how often, for `resume`
+    deterministic            False     Keep lanes in order: the same batches in every run, wherever lanes step, for a
+                                       given `prefetch`. A lane waits for those before it
     watch                    Watch     `Watch`: the stall doctor, a trace, how often rows of the log are written
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where
@@ -115,7 +121,8 @@ class Rollout(RolloutLoop[Fragment]):
         log                              logs one's own values, `log("train/loss", loss)`; `dropped_rows`
         is_running, policy_version, num_steps, lost
 
-    Methods: `publish` new weights; `state_dict`, and `load_state_dict` to go on with an earlier run; loop over
+    Methods: `publish` new weights; `save` the run, `attach` what is saved with it, `resume` from it; `state_dict`, and
+    `load_state_dict` to count on from another run; loop over
     `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `policy`,
     `save_policy` and `evaluate`; `graph`, which has `draw()`; hooks `on_batch`, `on_episode`, `on_publish`;
     for sinks `publish_as`, `watch`, `hold_back` and others.
@@ -135,8 +142,46 @@ class Rollout(RolloutLoop[Fragment]):
     def __init__(self, env: EnvSource | RemoteHosts, **keywords: Unpack[RolloutKeywords]) -> None:
         options = options_of(keywords, RolloutKeywords, "Rollout")
         check_flags(explore=options.explore)
+        self._given = env, keywords
         self.env_kwargs, env = dict(options.env_kwargs or {}), with_kwargs(env, options.env_kwargs)
         super().__init__(env, options, rollout=Rollout, kind=ONE_AGENT)
+
+    @classmethod
+    def resume(cls, folder: str | os.PathLike[str], env: Any = None, **keywords: Any) -> Self:
+        """A rollout that goes on from the newest checkpoint in a folder, or from the one that the folder is.
+
+        env, keywords    as for `Rollout`: those of the run that was saved, but for those given here. Callables, modules
+                         and environments that were made are given again: a checkpoint can't have them
+
+        Its module, which is given or made, has the weights, and `attach` loads what was saved beside. Raises
+        CheckpointError for what is no checkpoint, is damaged, or lacks what has to be given again.
+        """
+        state = read(folder)
+        env, keywords = keywords_of(state, env, keywords)
+        rollout = cls(env, **keywords)
+        with closing_on_error(rollout.close):
+            restore(rollout, state)
+        return rollout
+
+    def attach(self, **objects: Any) -> None:
+        """Save what these have learnt with the run: optimizers, schedules, whatever has state_dict and load_state_dict.
+
+        In a run that goes on with another one they load what was saved there under their names.
+        """
+        for name, each in objects.items():
+            if name in self._checkpoints.saved:
+                each.load_state_dict(self._checkpoints.saved.pop(name))
+            self._checkpoints.attached[name] = each
+
+    def save(self, folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
+        """Save the run as it stands, in the thread of its loop, for `resume`; the checkpoint's own folder in `folder`.
+
+        keep    newest checkpoints that are kept there
+
+        Lanes stop at their next step for as long as their state is copied. Raises RunError if it does not run, and
+        CheckpointError for what can't be saved: what pieces keep with episodes, and infos, are to be plain values.
+        """
+        return self._checkpoints.save(folder, keep)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.

@@ -16,19 +16,29 @@ import anyio.to_thread
 from rollflow.nodes.argument_checks import check_flags, is_whole
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
-from rollflow.nodes.env.environments import EnvKind
+from rollflow.nodes.env.environments import Environments, EnvKind
+from rollflow.nodes.env.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.env.workers.thread_node import ThreadEnvironments
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.episode_returns import C
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
+from rollflow.nodes.rollout.checkpoint import RunCheckpoints, set_generators
 from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
-from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
+from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
 from rollflow.nodes.stages.acting import Acting, lookback_for
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
-from rollflow.nodes.stages.rounds import FragmentCredits, FragmentRounds, LagBound, LaneGates, RolloutIterator
+from rollflow.nodes.stages.rounds import (
+    FragmentCredits,
+    FragmentRounds,
+    LagBound,
+    LaneGates,
+    OrderedCredits,
+    RolloutIterator,
+)
 from rollflow.stream.data.closing import closing_on_error, holding_interrupts, noting_in
 from rollflow.stream.data.errors import GraphError, RunError, shown, warn_caller
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
@@ -95,13 +105,23 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 forward = joint_forward(forward, largest, options.forward)
                 self._draw = partial(ring_of, self.environments, self._counting, forward, act)
                 begin_lane = partial(acts.begin_lane, seed=options.seed)
-            self._credits = FragmentCredits(self.environments, lag, options.prefetch, self._counting, begin_lane)
-            self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns)
+            of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
+            by_lane = options.deterministic
+            if by_lane:
+                self._check_deterministic()
+                self.environments.keeps_order = True
+                self._credits: FragmentCredits = OrderedCredits(*of_credits, acts)
+            else:
+                self._credits = FragmentCredits(*of_credits)
+            self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns, by_lane=by_lane)
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
         self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
+        self._waiting: Sequence[Any] = ()  # fragments of an earlier run, which were not taken
+        self._is_restored = False  # its lanes stand where those of an earlier run stood
+        self._generators: Any = None  # of an earlier run: states of the shared generators
         self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
         self._gates: list[Gate] = []  # of a graph, which hold it back
         self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
@@ -112,6 +132,20 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
+        self._checkpoints = RunCheckpoints(self, options.checkpoints)
+        if options.checkpoints is not None:
+            self.environments.record_actions()
+
+    def _check_deterministic(self) -> None:
+        """Raise ValueError if lanes can't be kept in order where they are."""
+        place = type(self.environments).__name__
+        if self._options.forward.joins_lanes:
+            raise ValueError(f"deterministic=True, but {JOINT_PASSES}, which are of whoever is ready; expected neither")
+        if not isinstance(self.environments, (Environments, ThreadEnvironments, ProcessEnvironments)):
+            raise ValueError(
+                f"deterministic=True is for environments that step here, in threads or in worker processes, and these "
+                f"are {place}; expected where='inline', 'threads' or 'processes'"
+            )
 
     # Parts of a rollout
 
@@ -129,7 +163,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     def _prepare_lanes(self) -> None:
         """Have lanes for the pipelines as they are: they may have been edited."""
-        if not self.environments.is_started:
+        if not (self.environments.is_started or self._is_restored):
             self._make_lanes()
 
     def _make_lanes(self) -> None:
@@ -219,7 +253,11 @@ class RolloutLoop(abc.ABC, Generic[F]):
             of_every_doctor = self.stall, self.snapshot, self._options.watch.trace
             self._doctor = RolloutDoctor(self._drive, self._learner_meter, self.signs, *of_every_doctor)
             self._doctor.start()
+            self._checkpoints.begin()
+            self._drive.begin_with(self._waiting)
             self._drive.start()
+            if self._generators is not None:
+                set_generators(self._generators)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         with holding_interrupts(error):
@@ -418,6 +456,11 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._steps_before = int(state["steps"])
         self.log.go_on_from(self._steps_before, int(state["rounds"]))
 
+    def _go_on_from(self, steps: int, rounds: int, generators: Any, *, is_same: bool) -> None:
+        """Count on from an earlier run; with `is_same` lanes stand where they stood."""
+        self._steps_before, self._is_restored, self._generators = steps, is_same, generators
+        self.log.go_on_from(steps, rounds)
+
     @property
     def lost(self) -> dict[str, int]:
         """Transitions that were made and not handed out, by cause.
@@ -497,6 +540,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._rounds.let_go()
         self._relay.take(())
         self.log.end()
+        self._checkpoints.end()
 
     def interrupt(self, error: BaseException) -> None:
         """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost.
@@ -553,6 +597,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         )
         if self._state != "running":
             raise closed
+        self._checkpoints.look()
         try:
             yield drive
         except Exception as error:

@@ -207,6 +207,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 self._show_ended(lane)
             if lane.index not in self._lanes:
                 self._take_in(lane)
+                if lane.is_restored:
+                    return self._ready[lane.index]
             episodes, shared_data = lane.episodes, lane.shared_data
             shared_data["step"] = lane.first_step + lane.vector_steps
             batch = lane.batch = self.pipeline.run(

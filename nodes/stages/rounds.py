@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import anyio
@@ -150,7 +151,10 @@ class FragmentRounds(Generic[F]):
     to the ring, which may then go on, when the next one is asked for.
     """
 
-    def __init__(self, credits: "FragmentCredits", lag: LagBound, returns: Callable[[F], None]) -> None:
+    def __init__(
+        self, credits: "FragmentCredits", lag: LagBound, returns: Callable[[F], None], *, by_lane: bool = False
+    ) -> None:
+        self._by_lane = by_lane or lag.is_pacing
         self.collector = EpisodeCollector()
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
@@ -172,7 +176,7 @@ class FragmentRounds(Generic[F]):
     def is_full(self) -> bool:
         """True if all fragments of the next round have come."""
         credits, taken = self._credits, frozenset(fragment.lane for fragment in self._come)
-        if self.lag.is_pacing:
+        if self._by_lane:
             over = {lane for lane, total in credits.totals.copy().items() if self._given.get(lane, 0) >= total}
             return bool(taken) and credits.lanes - over <= taken
         # After the last lane has left, others are waited for.
@@ -217,9 +221,7 @@ class FragmentRounds(Generic[F]):
         self._has_ended = False
         while not (self.is_full or self._has_ended):
             yield
-        come, later = (
-            one_of_each(self._come, lambda fragment: fragment.lane) if self.lag.is_pacing else (self._come, [])
-        )
+        come, later = one_of_each(self._come, lambda fragment: fragment.lane) if self._by_lane else (self._come, [])
         self._come, self._round, self._taken = later, deque(come), [fragment.lane for fragment in come]
 
     @contextmanager
@@ -265,6 +267,20 @@ class FragmentRounds(Generic[F]):
             if item is not None:
                 self.handed_steps += item.num_steps
                 yield item
+
+    def get_state(self, plain: Callable[[F], Any]) -> dict[str, Any]:
+        """What has been counted, and the fragments that have come and were not handed out, in plain form."""
+        fragments = {"come": [*map(plain, self._come)], "round": [*map(plain, self._round)]}
+        counts = {"given": list(self._given.items()), "taken": list(self._taken), "handed_steps": self.handed_steps}
+        dropped = [self.lag.dropped_fragments, self.lag.dropped_steps]
+        return {**fragments, **counts, "dropped": dropped, "completes": self._completes}
+
+    def set_state(self, state: Mapping[str, Any], made: Callable[[Any], F]) -> None:
+        """Go on from what `get_state` gave; `made` makes a fragment of its plain form."""
+        self._come, self._round = [*map(made, state["come"])], deque(map(made, state["round"]))
+        self._given, self._taken = dict(state["given"]), list(state["taken"])
+        self.handed_steps, self._completes = state["handed_steps"], state["completes"]
+        self.lag.dropped_fragments, self.lag.dropped_steps = state["dropped"]
 
     def let_go(self) -> None:
         """Let go of fragments that were not handed out, and of the error, once the run is over."""
@@ -363,13 +379,15 @@ class FragmentCredits(LaneGate):
         prefetch: int,
         counting: Any,
         begin_lane: Callable[[Any], None] | None,
+        *,
+        by_lane: bool = False,
     ) -> None:
         super().__init__()
         self._counting, self._begin_lane = counting, begin_lane
         self.lanes = frozenset(range(environments.num_lanes))
         self.absent: Mapping[int, int] = {}
         self.totals: dict[int, int] = {}
-        self._is_by_lane = lag.is_pacing
+        self._is_by_lane = by_lane or lag.is_pacing
         self._per_lane = 1 + (min(prefetch, lag.max_lag) if lag.is_pacing and lag.max_lag is not None else prefetch)
         self.lets_run_ahead = self._per_lane > 1 and not self._is_by_lane
         is_in_rounds = self._per_lane == 1 and environments.has_fixed_lanes and not self._is_by_lane
@@ -377,6 +395,7 @@ class FragmentCredits(LaneGate):
         self._yet_to_begin = set(self.lanes if is_in_rounds else ())
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
         self._begun = 0  # of all lanes
+        self._is_shut = False
 
     @property
     def limit(self) -> int:
@@ -392,6 +411,29 @@ class FragmentCredits(LaneGate):
     def wants_newest(self) -> bool:
         """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
         return self._is_by_lane
+
+    def admits(self, lane: Any) -> bool:
+        return not self._is_shut and super().admits(lane)
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Block in which no lane goes on. In the thread that the graph runs in."""
+        self._is_shut = True
+        try:
+            yield
+        finally:
+            self._is_shut = False
+            self._changed()
+
+    def get_state(self) -> dict[str, Any]:
+        """The fragments of lanes that are begun, and not done with."""
+        return {"begun_by": list(self._begun_by.items()), "held": list(self._held.items())}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Count as another gate did that gave this state."""
+        self._begun_by, self._held = dict(state["begun_by"]), Counter(dict(state["held"]))
+        self._begun = self._held.total()
+        self._yet_to_begin -= self._begun_by.keys()
 
     def _lets_begin(self, lane: Any) -> bool:
         index = lane.index
@@ -420,6 +462,10 @@ class FragmentCredits(LaneGate):
             self._held[lane] -= 1
             self._begun -= 1
         self._changed()
+
+    def releasing(self, lanes: Sequence[int]) -> Callable[[], None]:
+        """What gives back the credits of fragments that the reader is done with now: to be called later."""
+        return partial(self.release, lanes)
 
     def waits_for(self) -> Wait | None:
         """What a lane that was refused waits for."""
@@ -468,6 +514,80 @@ class FragmentCredits(LaneGate):
         """Give a lane that was absent its credits again; rounds wait for it."""
         self.absent = {index: begun for index, begun in self.absent.items() if index != lane.index}
         self._changed()
+
+
+class OrderedCredits(FragmentCredits):
+    """Credits that have lanes go on in the order of their numbers, each fragment with the weights of a certain round.
+
+    A lane begins its fragment number s with the weights that had been published when the reader was done with round
+    s - 1 - prefetch, however far it is by then.
+
+    acting    has the weights, which wait for this
+    """
+
+    def __init__(
+        self,
+        environments: LaneSource,
+        lag: LagBound,
+        prefetch: int,
+        counting: Any,
+        begin_lane: Callable[[Any], None] | None,
+        acting: Any,
+    ) -> None:
+        super().__init__(environments, lag, prefetch, counting, begin_lane, by_lane=True)
+        self._acting = acting
+        for _, weights in acting.by_id.values():
+            weights.keep_all()
+        self._order = deque(sorted(self.lanes))  # the first one goes on next
+        # lane -> module -> version published last, when the reader was done with each of its fragments
+        self._versions: dict[int, deque[Mapping[Any, int]]] = {lane: deque() for lane in self.lanes}
+        self._is_under_way = False  # the first lane: it was admitted, and does not have its actions yet
+
+    def admits(self, lane: Any) -> bool:
+        if self._order[0] == lane.index and not self._is_under_way:
+            self._is_under_way = super().admits(lane)
+            return self._is_under_way
+        return False
+
+    def lane_acts(self, lane: Any) -> None:
+        """Let the next lane go on: this one has its actions."""
+        self._is_under_way = False
+        self._order.rotate(-1)
+        self._changed()
+
+    def _lets_begin(self, lane: Any) -> bool:
+        if not super()._lets_begin(lane):
+            return False
+        if lane.sequence >= self._per_lane:
+            versions = self._versions[lane.index].popleft()
+            for module, (_, weights) in self._acting.by_id.items():
+                weights.let_in(versions.get(module, 0))
+        return True
+
+    def releasing(self, lanes: Sequence[int]) -> Callable[[], None]:
+        versions = {module: weights.version for module, (_, weights) in self._acting.by_id.items()}
+
+        def release() -> None:
+            for lane in lanes:
+                self._versions[lane].append(versions)
+            self.release(lanes)
+
+        return release
+
+    def gone(self, lane: int, fragments: int) -> None:
+        super().gone(lane, fragments)
+        if lane in self._order:
+            self._order.remove(lane)
+        self._changed()
+
+    def get_state(self) -> dict[str, Any]:
+        versions = [[lane, [list(of.items()) for of in each]] for lane, each in self._versions.items()]
+        return {**super().get_state(), "order": list(self._order), "versions": versions}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        super().set_state(state)
+        self._order = deque(state["order"])
+        self._versions = {lane: deque(map(dict, each)) for lane, each in state["versions"]}
 
 
 class LaneGates:

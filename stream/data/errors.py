@@ -25,6 +25,8 @@ HELP_PAGES = {
     "distribution": "how_to/modules.md#distributions-for-each-action-space",
     "memory": "how_to/modules.md#a-recurrent-policy",
     "not a number": "how_to/debug.md#read-an-error",
+    "saved run": "how_to/save_and_go_on.md#when-a-checkpoint-is-refused",
+    "state of environments": "how_to/save_and_go_on.md#what-environments-can-say",
     "weights": "how_to/save_and_go_on.md#when-weights-do-not-fit",
     "piece": "tutorials/connectors.md#write-a-piece-for-observations",
     "state": "tutorials/connectors.md#a-piece-that-learns",
@@ -125,6 +127,14 @@ class PolicyError(RollflowError, ValueError):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.see("policy")
+
+
+class CheckpointError(RollflowError, ValueError):
+    """Raised when a run can't be saved, or what is to be gone on from is no checkpoint of one, or is damaged."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.see("saved run")
 
 
 class EnvError(RollflowError, ValueError):

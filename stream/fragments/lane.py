@@ -28,7 +28,7 @@ from rollflow.stream.data.errors import ColumnError, EnvError, more_than_one
 from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
-from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
+from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 
 F = TypeVar("F", bound=Fragment)
@@ -474,6 +474,7 @@ class Lane(SlotLane):
     first_step       vector steps that the run had made when this lane began
     is_set_aside     whether the environments are gone for good: the lane makes no further step
     has_stopped      whether no more actions are sent: what was under way has come, and is only to be recorded
+    is_restored      whether it begins where another one stood: its batch is made
     """
 
     def __init__(
@@ -500,7 +501,7 @@ class Lane(SlotLane):
         self.actions: Tree = None
         self.shared_data: dict[str, Any] = {}
         self.vector_steps = self.first_step = 0
-        self.is_set_aside = self.has_stopped = False
+        self.is_set_aside = self.has_stopped = self.is_restored = False
         self.episodes = self._new_episodes(None)
 
     def _new_columns(self, layout: FragmentLayout, memory: LaneBlocks | None, *, is_shared: bool) -> LaneColumns:
@@ -711,6 +712,39 @@ class Lane(SlotLane):
         super().commit_ended()
         if ended is not None:
             self._begin_episodes(ended.slots, self.rows_of(ended.slots))
+
+    # A lane that goes on from another one's state
+
+    @property
+    def dead(self) -> NDArray[np.bool_]:
+        """bool[N]: slots whose next step only resets them."""
+        return np.zeros(self._shape, np.bool_) if self._dead is None else self._dead.copy()
+
+    def go_on(self, columns: Mapping[str, Tree], space: int, num_rows: int, ended: NDArray[np.int64]) -> None:
+        """Stand behind so many steps of the fragment, before the first step of this lane.
+
+        columns    of the fragment so far, with its lookback: name -> tree of arrays any[n, N, ...]
+        space      number of the space of observations
+        ended      i64[K] slots whose next step only resets them
+        """
+        self._retype(self.observation_spaces[space])
+        for name in columns.keys() - self.fragment.columns.keys():
+            self.fragment.columns[name] = self.columns.extra(name, map_tree(lambda leaf: leaf[0], columns[name]))
+        for name, rows in columns.items():
+            self.fragment.columns[name].copy_rows(Column(name, rows), 0, len(leaves_of(rows)[0]))
+        self._outputs = columns.keys() - {*RECORDED, Columns.OBS, Columns.POLICY_VERSION} | {Columns.ACTIONS}
+        self.row = self.layout.lookback + num_rows
+        self.at_start, self._typing = not num_rows, False
+        self._version_written = -1  # the rows that come have none
+        if len(ended):
+            self._dead = np.isin(self.everyone, ended)
+        self.is_restored = True
+        self.episodes.show_row(self._column, self.row)
+
+    def begin_anew(self, reason: str) -> None:
+        """End the open episodes of a lane that was to go on, and can't."""
+        self.lose(reason, is_under_way=False)
+        self.is_restored = False
 
     # Fragments
 

@@ -99,6 +99,22 @@ class InlineRun:
         chain.pending.clear()
         return outputs
 
+    def settle(self) -> None:
+        """Run until every item is parked at a gate that lets none pass, and keep the outputs.
+
+        Raises RunError if it is interrupted meanwhile.
+        """
+        chain = self.chain
+        while self._steps is not None or chain.runnable or chain.in_flight:
+            if self._is_interrupted:
+                raise RunError(f"graph '{self.graph.name}' is being closed")
+            if self._steps is not None:
+                self._step()
+            elif chain.runnable:
+                chain.carry(*chain.runnable.popleft())
+            elif not chain.collect():
+                wait_for_any(chain.background, self.bell)
+
     def interrupt(self) -> None:
         """Make `next_outputs` return once the nodes are done with the current item. Thread-safe."""
         self._is_interrupted = True

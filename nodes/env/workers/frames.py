@@ -31,7 +31,8 @@ class FrameKind(IntEnum):
 
     # To the worker
     MAKE = 1  # a descriptor, and the bytes behind it: how the environments are made
-    LAYOUT = 2  # a descriptor, and the bytes behind it: a packed dict of seeds, and of rows, lookback or first_slot
+    LAYOUT = 2  # a descriptor, and the bytes behind it: a packed dict of seeds, and of rows, lookback or first_slot,
+    # whether actions are to be recorded, and of environments that go on their states and the slots that reset next
     BLOCK = 3  # a descriptor, and the bytes behind it: a block
     RESET = 4  # the row to write the first observations to; or a descriptor, the pipe that tells which slots answer
     STEP = 5  # the row to step with: its actions are in the block
@@ -43,6 +44,7 @@ class FrameKind(IntEnum):
     FREE = 12  # (the block) nobody reads it any more
     DRAIN = 13  # what there is of the fragment is wanted now
     PHASE = 21  # a descriptor, and the bytes behind it: where the worker says what it is at, and how far
+    STATE = 23  # the states of the environments are wanted
     # From the worker
     READY = 14  # length of a packed dict: spaces, slots, autoreset mode
     DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none

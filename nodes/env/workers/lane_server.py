@@ -51,6 +51,7 @@ class LaneServer:
         self._env: Any = None
         self._has_several = False
         self._seeds: Sequence[int] = ()
+        self._goes_on: tuple[Any, Sequence[int]] | None = None  # states, and slots that reset next
         self._layout: BlockLayout
         self._blocks: dict[int, dict[str, Column]] = {}
         self._deviations = Deviations(is_logged=False)
@@ -75,6 +76,8 @@ class LaneServer:
             return self._agents_stepped() if self._has_several else self._stepped(asked)
         if kind is FrameKind.RESET:
             return self._agents_reset() if self._has_several else self._reset(asked)
+        if kind is FrameKind.STATE:
+            return frame_with(FrameKind.DONE, pack({"states": self._env.get_state()}, "the environments' states"))
         if kind is FrameKind.BLOCK:
             memory = SharedBlock(asked.number, asked.fd).taken()
             if self._has_several:
@@ -85,6 +88,9 @@ class LaneServer:
         if kind is FrameKind.LAYOUT:
             fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
             self._seeds = fields["seeds"]
+            self._goes_on = fields.get("goes_on")
+            if fields.get("records"):
+                self._env.record_actions()
             if self._has_several:
                 self._env.number_from(fields["first_slot"])
                 self._infos = InfoCodec(self._env.possible_agents, fields["first_slot"])
@@ -112,9 +118,17 @@ class LaneServer:
             raise EnvError(str(error)) from error
 
     def _reset(self, asked: Frame) -> bytes:
+        fields: dict[str, Any] = {}
+        if self._goes_on is not None:
+            states, ended = self._goes_on
+            try:
+                self._env.set_state(states, self._seeds, ended)
+                return frame_with(FrameKind.DONE, self._deviations.packed(fields))
+            except EnvError as error:
+                fields["anew"] = str(error)
         observations, infos = self._env.reset(self._seeds)
         self._blocks[asked.block][Columns.OBS].write(asked.number, observations)
-        return frame_with(FrameKind.DONE, self._deviations.packed({"infos": infos} if infos else {}))
+        return frame_with(FrameKind.DONE, self._deviations.packed(fields | ({"infos": infos} if infos else {})))
 
     def _stepped(self, asked: Frame) -> bytes:
         columns, row = self._blocks[asked.block], asked.number

@@ -54,6 +54,7 @@ class LanesElsewhere(LaneSource):
         self.set_aside_texts: list[str] = []
         self.reset_timeout = reset_timeout
         self._lost: dict[int, LaneStatus] = {}  # those that are LOST
+        self._came_early: dict[int, Any] = {}  # lanes that have come back before it is their turn
         self._leaving: deque[Any] = deque()  # lanes that were set aside while they were elsewhere in the ring
         itself: Any = weakref.proxy(self)  # which this function is held by
         self.deadlines = ProgressWatch(
@@ -91,6 +92,24 @@ class LanesElsewhere(LaneSource):
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
+        return self._in_order(self._counted()) if self.keeps_order else self._counted()
+
+    def _in_order(self, lanes: Iterator[Any]) -> Iterator[Any]:
+        """Lanes in the order of their numbers, vector step by vector step; those that are set aside when they come."""
+        self.order = self.order or deque(lane.index for lane in self.lanes)
+        for lane in lanes:
+            if lane.is_set_aside:
+                self.order.remove(lane.index)
+                yield lane
+            else:
+                self.in_flight += 1  # still
+                self._came_early[lane.index] = lane
+        while self.order and (lane := self._came_early.pop(self.order[0], None)) is not None:
+            self.order.rotate(-1)
+            self.in_flight -= 1
+            yield lane
+
+    def _counted(self) -> Iterator[Any]:
         began_at, calls = self.deadlines.began, self.call_times
         for lane in self._completed():
             began = began_at.get(lane.index)

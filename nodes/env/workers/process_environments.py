@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, lane_block
@@ -22,8 +24,13 @@ class EnvLink(LaneLink):
 
     def _reset(self) -> None:
         lane, blocks = self._laid_out()
-        seeds = self.node.seeds_of_lane(self.index, self.starts)
+        if lane.is_restored and self.starts:  # it was lost before it went on
+            lane.begin_anew(self.reason)
+        seeds = self.node.seeds_of_lane(self.index, self.starts + lane.vector_steps * lane.is_restored)
         layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
+        layout["records"] = self.node.records_actions
+        if lane.is_restored:
+            layout["goes_on"] = [self.node.states_before[self.index], np.flatnonzero(lane.dead).tolist()]
         self.send_block(FrameKind.LAYOUT, pack(layout))
         self._blocks_sent = 0
         self._send_blocks(blocks)
@@ -45,7 +52,10 @@ class EnvLink(LaneLink):
         fields = self._fields_of(answer, f"lane {self.index}, ") if answer.payload else {}
         infos = fields.get("infos", {})
         if self.phase is LanePhase.RESETTING:
-            lane.take_reset(infos)
+            if lane.is_restored and "anew" in fields:
+                self.node.begin_anew(lane, fields["anew"])
+            if not lane.is_restored:
+                lane.take_reset(infos)
         else:
             final = None
             if "final_infos" in fields:

@@ -189,6 +189,15 @@ class LaneLink(LaneStatus, abc.ABC):
         return self._reader.feed(data, fds) if data else None
 
 
+def wait_readable(sock: socket.socket | None, seconds: float | None) -> None:
+    """Wait until there is something to be read. Raises RunError after so many seconds."""
+    assert sock is not None
+    ready = select.poll()
+    ready.register(sock, select.POLLIN)
+    if not ready.poll(None if seconds is None else 1000 * seconds):
+        raise RunError(f"a worker has not said the state of its environments for {seconds:g} s")
+
+
 def refusal(raised: RaisedError, link: LaneLink) -> Exception:
     """The error that a worker's answer tells of: one of ours as it is, another as an EnvError or a RunError."""
     kind, text = getattr(errors, raised.type, None), raised.text
@@ -282,6 +291,25 @@ class WorkerNode(LanesElsewhere):
     def describe(self) -> str:
         """Lanes, slots and the number of processes, for `explain()`."""
         return f"{super().describe()}, in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
+
+    def get_state(self) -> list[Any]:
+        """The states of every lane's environments, which their workers are asked for. While none steps."""
+        for link in self.remotes:
+            if link.phase is LanePhase.READY:
+                link.send(frame(FrameKind.STATE))
+        return [self._state_of(link) for link in self.remotes]
+
+    def _state_of(self, link: LaneLink) -> Any:
+        """The state of a lane that was asked for it; of one that is lost, that it begins anew."""
+        frames: list[Frame] | None = []
+        while link.phase is LanePhase.READY and frames is not None:
+            if frames := link.receive():
+                fields = unpack(frames[0].payload)
+                if frames[0].kind is FrameKind.FAILED:
+                    raise refusal(RaisedError.in_fields(fields), link)
+                return fields["states"]
+            wait_readable(link.sock, self.reset_timeout)
+        return [{"restart": link.reason or "its worker process was lost"}]
 
     # For `LanesElsewhere`
 

@@ -13,6 +13,7 @@ from property_examples import examples
 
 from rollflow import ConnectorV2, nodes
 from rollflow.nodes import LearnerConnectorPipeline
+from rollflow.nodes.connectors.common.batches import module_by_module
 from rollflow.stream import ConnectorError, ModuleError
 
 plays = st.lists(turns(may_idle=True), min_size=1, max_size=3)
@@ -146,7 +147,7 @@ class Weighing(ConnectorV2):
         super().__init__()
         self.given: list[Any] = []
 
-    @nodes.module_by_module
+    @module_by_module
     def __call__(self, *, rl_module: Any, batch: Any, episodes: Any, shared_data: Any = None, **kwargs: Any) -> Any:
         self.given.append((shared_data.get("for all"), shared_data.get("own")))
         shared_data["own"] = rl_module.weight

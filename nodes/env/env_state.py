@@ -1,0 +1,273 @@
+"""The state of an environment: read, so that another of the same kind goes on from it to the bit.
+
+An environment is read layer by layer, its wrappers first. A layer with `get_state()` and `set_state(state)` says its
+own. Layers of packages that keep all of their state in attributes are read from these. What lies elsewhere is read by
+means of its own: the memory of a MuJoCo simulation, and an Atari emulator with its generator, but for the last action
+that it may repeat. An environment that can't be read is stepped again, from its last reset on.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import EnvError, shown
+from rollflow.stream.data.tree import leaves_of, map_tree
+
+# Packages whose environments and wrappers have no state but in attributes, and in what is named below.
+_PACKAGES = frozenset({"gymnasium", "ale_py", "minatar", "pettingzoo", "mpe2", "rollflow"})
+_NO_STATE = gym.Space, EnvSpec, np.dtype, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial
+_OF_DRAWING = "screen", "clock", "surf", "window", "mujoco_renderer"
+_AS_MADE = "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "model", "ale", "P", "desc"  # as arguments say
+_NO_STATE_NAMES = frozenset({*_OF_DRAWING, *_AS_MADE})
+_SEQUENCES = {"list": list, "tuple": tuple, "deque": deque, "set": set}
+_START = "episode_start_time"  # of `RecordEpisodeStatistics`, by the clock of a process
+_SAME, _KEPT = "same", "kept"  # as a thing that was read before; as it was made
+
+
+def state_of(env: Any, *, any_class: bool = False) -> dict[str, Any]:
+    """The state of an environment: plain values and arrays, in lists, tuples and dicts, all of them copies.
+
+    any_class    read the attributes of all classes; else only of those that are known to have no state elsewhere
+
+    Raises EnvError, which names the part, for an environment with state that can't be read.
+    """
+    return _Reader(any_class).object(env, type(env).__name__)
+
+
+def set_state(env: Any, state: Mapping[str, Any]) -> None:
+    """Have an environment go on from a state that `state_of` read of another, made with the same arguments.
+
+    It has been reset before: what the first reset makes is there. Raises EnvError for the state of another kind.
+    """
+    _Writer().object(env, state, type(env).__name__)
+
+
+class RecordedEnv:
+    """The steps of an environment since its last reset, by which another one comes to where it stands.
+
+    That holds for an environment that draws from its `np_random` alone, and for an Atari emulator. The observation that
+    the last step gives there is compared with the one that it gave here.
+
+    reset, step    to be called in place of the environment's
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env, self.unwrapped = env, env.unwrapped
+        self._began: dict[str, Any] = {}  # what the last reset drew from, and what it began with
+        self._actions: list[Any] = []
+        self._newest: Any = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Reset it, and record from here on."""
+        drawn = _as_text(_bits(self.unwrapped.np_random).state)
+        answer = self._env.reset(seed=seed, options=options)
+        emulated = _emulated(self.unwrapped) if hasattr(self.unwrapped, "clone_state") else None
+        self._began = {"drawn": drawn, "seed": seed, "emulated": emulated}
+        self._actions, self._newest = [], map_tree(_copied, answer[0])
+        return answer
+
+    def step(self, action: Any) -> Any:
+        """Step it, and record the action."""
+        self._actions.append(map_tree(_copied, action))
+        answer = self._env.step(action)
+        self._newest = map_tree(_copied, answer[0])
+        return answer
+
+    def get_state(self) -> dict[str, Any]:
+        """What `set_state` of another one needs."""
+        return {**self._began, "actions": list(self._actions), "newest": self._newest}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Reset the environment and step it as the other was. Raises EnvError if it does not come to the same."""
+        _bits(self.unwrapped.np_random).state = _from_text(state["drawn"])
+        self.reset(seed=state["seed"])
+        if state["emulated"] is not None:
+            _set_emulated(self.unwrapped, state["emulated"])
+        self._began = {name: state[name] for name in self._began}
+        for action in state["actions"]:
+            self.step(action)
+        if not all(map(np.array_equal, leaves_of(self._newest), leaves_of(state["newest"]))):
+            raise EnvError(
+                f"{self._env}: the same actions from the same seed give another observation after "
+                f"{len(state['actions'])} steps; expected an environment that draws from self.np_random alone, or one "
+                "with get_state() and set_state(state)"
+            ).see("state of environments")
+
+
+def _class_of(owner: Any) -> str:
+    return f"{type(owner).__module__}.{type(owner).__qualname__}"
+
+
+def _bits(generator: Any) -> Any:
+    """What makes the random bits of a generator."""
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
+
+
+def _as_text(state: Any) -> Any:
+    """The state of random bits with its integers as text: they may have 128 bits."""
+    if isinstance(state, dict):
+        return {name: _as_text(value) for name, value in state.items()}
+    return str(state) if isinstance(state, int) else state
+
+
+def _from_text(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _from_text(value) for name, value in state.items()}
+    return int(state) if isinstance(state, str) and state.isdigit() else state
+
+
+def _simulated(data: Any) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The arrays of a MuJoCo simulation, by name: its inputs, and what the last step has worked out from them."""
+    for name in dir(data):
+        value = None if name.startswith("_") else getattr(data, name)
+        if isinstance(value, np.ndarray) and value.size:
+            yield name, value
+
+
+def _emulated(env: Any) -> NDArray[np.uint8]:
+    """The state of an Atari emulator and its generator, without the last action."""
+    return np.frombuffer(env.clone_state(include_rng=True).__getstate__(), np.uint8)
+
+
+def _set_emulated(env: Any, data: NDArray[np.uint8]) -> None:
+    kind: Any = type(env.clone_state())
+    emulated = kind.__new__(kind)
+    emulated.__setstate__(data.tobytes())
+    env.restore_state(emulated)
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+class _Reader:
+    """Reads the state of one environment. What comes twice is read once, and named by its number the second time."""
+
+    def __init__(self, any_class: bool) -> None:
+        self._any_class = any_class
+        self._numbers: dict[int, int] = {}  # by id
+
+    def object(self, owner: Any, where: str) -> dict[str, Any]:
+        """The state of an environment, a wrapper, or an object that belongs to one."""
+        self._numbers[id(owner)] = len(self._numbers)
+        state: dict[str, Any] = {"class": _class_of(owner)}
+        if all(callable(getattr(type(owner), name, None)) for name in ("get_state", "set_state")):
+            inner = {"env": self.value(owner.env, f"{where}.env")} if isinstance(owner, gym.Wrapper) else {}
+            return state | {"own": map_tree(_copied, owner.get_state()), "values": inner}
+        if not (self._any_class or type(owner).__module__.partition(".")[0] in _PACKAGES):
+            raise self._unreadable(where, type(owner).__qualname__)
+        if hasattr(owner, "clone_state"):
+            if owner.ale.getFloat("repeat_action_probability"):
+                raise EnvError(f"{where}: an emulator that may repeat the action before does not say which it was")
+            state["ale"] = _emulated(owner)
+        named = {name: value for name, value in vars(owner).items() if name not in _NO_STATE_NAMES}
+        state["values"] = {name: self.value(value, f"{where}.{name}") for name, value in named.items()}
+        if _START in named:
+            state["values"][_START] = time.perf_counter() - named[_START]
+        return state
+
+    def value(self, value: Any, where: str) -> Any:
+        """The value of an attribute, or of a part of one: as it is, or {its kind: …}."""
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, _NO_STATE) or type(value).__module__.partition(".")[0] == "pygame":
+            return {_KEPT: None}
+        if isinstance(value, np.generic):
+            return value.copy()
+        if (known := self._numbers.get(id(value))) is not None:
+            return {_SAME: known}
+        if hasattr(value, "__dict__"):
+            return {"object": self.object(value, where)}
+        self._numbers[id(value)] = len(self._numbers)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return value.copy()
+        if isinstance(value, np.random.Generator | np.random.RandomState):
+            return {"generator": _as_text(_bits(value).state)}
+        if "mujoco" in sys.modules and isinstance(value, sys.modules["mujoco"].MjData):
+            return {"mujoco": {name: array.copy() for name, array in _simulated(value)}, "time": value.time}
+        if type(value) is dict:
+            pairs = value.items()
+            return {"dict": [[self.value(each, f"{where}[{key!r}]") for each in (key, of)] for key, of in pairs]}
+        for kind, cls in _SEQUENCES.items():
+            if type(value) is cls:
+                return {kind: [self.value(each, f"{where}[{place}]") for place, each in enumerate(value)]}
+        raise self._unreadable(where, f"{type(value).__name__} {shown(value)}")
+
+    def _unreadable(self, where: str, what: str) -> EnvError:
+        return EnvError(
+            f"{where}: the state of a {what} can't be read; expected it to have get_state() and set_state(state)"
+        ).see("state of environments")
+
+
+class _Writer:
+    """Writes a state into one environment, in the order in which it was read."""
+
+    def __init__(self) -> None:
+        self._made: list[Any] = []  # by its number
+
+    def object(self, owner: Any, state: Mapping[str, Any], where: str) -> None:
+        """Give an environment, a wrapper, or an object that belongs to one, its state."""
+        self._made.append(owner)
+        if state["class"] != _class_of(owner):
+            raise EnvError(f"{where} is a {_class_of(owner)}, expected a {state['class']}: the state is of one")
+        if "own" in state:
+            owner.set_state(state["own"])
+        if "ale" in state:
+            _set_emulated(owner, state["ale"])
+        now = vars(owner)
+        for name, value in state["values"].items():
+            now[name] = self.value(now.get(name), value, f"{where}.{name}")
+        if _START in state["values"]:
+            now[_START] = time.perf_counter() - now[_START]
+
+    def value(self, now: Any, state: Any, where: str) -> Any:
+        """The value of an attribute, or of a part of one. What is no value keeps its place, and is given the state."""
+        if isinstance(state, np.ndarray) and state.ndim:
+            self._made.append(state.copy())
+            return self._made[-1]
+        if not isinstance(state, dict):
+            return state
+        kind, of = next(iter(state.items()))
+        if kind == _KEPT:
+            return now
+        if kind == _SAME:
+            return self._made[of]
+        if kind == "object":
+            self.object(now, of, where)
+            return now
+        if kind == "generator" and now is None:
+            now = np.random.Generator(np.random.PCG64())
+        number = len(self._made)
+        self._made.append(now)
+        if kind == "generator":
+            _bits(now).state = _from_text(of)
+        elif kind == "mujoco":
+            for name, array in of.items():
+                if (there := getattr(now, name)).shape == array.shape:  # not one of contacts, which are found anew
+                    there[...] = array
+            now.time = state["time"]
+        else:
+            now = self._made[number] = self._container(now, kind, of, where)
+        return now
+
+    def _container(self, now: Any, kind: str, of: Sequence[Any], where: str) -> Any:
+        if kind == "dict":
+            before, made = now if type(now) is dict else {}, {}
+            for pair in of:
+                key = self.value(None, pair[0], where)
+                made[key] = self.value(before.get(key), pair[1], f"{where}[{key!r}]")
+            return made
+        each = list(now) if type(now) is _SEQUENCES[kind] and len(now) == len(of) else [None] * len(of)
+        parts = [self.value(*pair, f"{where}[{place}]") for place, pair in enumerate(zip(each, of, strict=True))]
+        return deque(parts, getattr(now, "maxlen", None)) if kind == "deque" else _SEQUENCES[kind](parts)

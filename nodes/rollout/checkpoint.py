@@ -1,0 +1,356 @@
+"""Checkpoints of a whole run: what a rollout needs to go on as if it had never stopped. No pickle.
+
+    checkpoint-STEPS/checkpoint.json           the state as plain values, the keywords, and the digest of the other file
+    checkpoint-STEPS/checkpoint.safetensors    the state's arrays
+
+A checkpoint is there once its folder has its name, which it gets when both files are written.
+"""
+
+import logging
+import os
+import random
+import shutil
+import signal
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.nodes.offloaded.fragment_message import fragment_of, message_of
+from rollflow.nodes.policies.artifact_files import (
+    array_bytes,
+    arrays_of,
+    checksums,
+    manifest_bytes,
+    manifest_of,
+    write_file,
+)
+from rollflow.nodes.policies.part_records import from_plain, to_plain
+from rollflow.nodes.policies.space_text import described
+from rollflow.nodes.rollout.lane_state import go_on, infos_of, plain_infos, state_of_lane
+from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
+from rollflow.stream import wire
+from rollflow.stream.data.errors import CheckpointError, PolicyError, RunError, shown
+from rollflow.stream.fragments.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, ARRAYS = "checkpoint.json", "checkpoint.safetensors"
+_KIND, _FORMAT = "rollflow checkpoint", 1
+_NAME = "checkpoint-"
+_RECORDS = {"forward": Forward, "timeouts": Timeouts, "watch": Watch, "checkpoints": Checkpoints}
+
+State = dict[str, Any]
+
+
+class RunCheckpoints:
+    """The checkpoints of one rollout: captured in the thread of its loop, written in a thread of its own.
+
+    rollout    a `RolloutLoop`
+    how        where to, how often and how many; None: only what is asked for
+
+    attached    objects with `state_dict` and `load_state_dict`, by name, that are saved with it
+    saved       their states in the run that this one goes on with
+    """
+
+    def __init__(self, rollout: Any, how: Checkpoints | None) -> None:
+        self.attached: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
+        self._rollout, self._how = weakref.ref(rollout), how  # it holds these
+        self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
+        self._written: Future[None] | None = None
+        self._last = 0.0
+        self._before: Any = None  # handler of SIGTERM
+        self._is_told = False  # to end, by SIGTERM
+        self._warned: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin with the run: the first one is due after the time that there is to be between two."""
+        self._last = monotonic()
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._how is not None and self._how.on_sigterm and in_main:
+            self._before = signal.signal(signal.SIGTERM, self._end_soon)
+
+    def look(self) -> None:
+        """Save if it is time. Between two rounds, in the loop's thread. Raises SystemExit after SIGTERM."""
+        how = self._how
+        if how is None:
+            return
+        if self._is_told:
+            self.save(how.folder, how.keep)
+            raise SystemExit(128 + signal.SIGTERM)
+        if monotonic() - self._last >= how.every_s and (self._written is None or self._written.done()):
+            self.save(how.folder, how.keep, waits=False)
+
+    def save(self, folder: str | os.PathLike[str], keep: int, *, waits: bool = True) -> Path:
+        """Save the run; its folder.
+
+        waits    return once it is written; else what writing raises is raised by the next call
+
+        Raises RunError if it does not run, CheckpointError for what can't be saved, and OSError.
+        """
+        self._raise_written()
+        rollout: Any = self._rollout()
+        state = state_of_rollout(rollout, self.attached)
+        self._warn_of_restarts(state)
+        path = Path(folder) / f"{_NAME}{rollout.num_steps:012d}"
+        self._written = self._writer.submit(_write, path, state, keep)
+        if waits:
+            self._raise_written()
+        self._last = monotonic()
+        return path
+
+    def end(self) -> None:
+        """End with the run. Raises what writing the last one has raised."""
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+        self._writer.shutdown()
+        self._raise_written()
+
+    def _raise_written(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _end_soon(self, *of_signal: Any) -> None:
+        self._is_told = True
+
+    def _warn_of_restarts(self, state: State) -> None:
+        for lane, environments in enumerate(state["environments"]):
+            reasons = {each["restart"] for each in environments if "restart" in each}
+            for reason in reasons - self._warned:
+                logger.warning(
+                    "a run that goes on from this checkpoint begins lane %d's episodes anew: %s", lane, reason
+                )
+            self._warned |= reasons
+
+
+# The state of a rollout
+
+
+def state_of_rollout(rollout: Any, attached: Mapping[str, Any]) -> State:
+    """The state of a rollout that runs, in the thread of its loop, and of what is attached to it: all copies."""
+    acting, environments = rollout._acting, rollout.environments
+
+    def stand(waiting: Sequence[Any]) -> State:
+        return {
+            "acting": _copied(acting.weights.get_state(acting.copy)),
+            "pipelines": {name: pipeline.get_state() for name, pipeline in _pipelines(rollout)},
+            "lanes": [state_of_lane(lane) for lane in environments.lanes],
+            "environments": environments.get_state(),
+            "vector_steps": environments.vector_steps,
+            "first_step": environments.lanes[0].first_step,
+            "credits": rollout._credits.get_state(),
+            "waiting": [_plain(rollout, each) for each in waiting],
+        }
+
+    if rollout._state != "running":
+        raise RunError(f"the rollout is {rollout._state}, expected save() while it runs, in the thread of its loop")
+    if wrong := next((type(lane).__name__ for lane in environments.lanes if type(lane) is not Lane), None):
+        raise CheckpointError(
+            f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here, in "
+            "threads or in worker processes; state_dict() has what every run has counted"
+        )
+    state: State = rollout._drive.standing_still(stand)
+    return state | {
+        "layout": _layout(rollout),
+        "keywords": _keywords(rollout),
+        "module": _copied(rollout.module.state_dict()) if hasattr(rollout.module, "state_dict") else None,
+        "metrics": rollout.metrics.get_state(),
+        "returns": rollout.returns.get_state(),
+        "rounds": rollout._rounds.get_state(lambda fragment: _plain(rollout, fragment)),
+        "log_rounds": rollout.log.rounds,
+        "num_steps": rollout.num_steps,
+        "steps_before": rollout._steps_before,
+        "generators": _generators(),
+        "attached": {name: _copied(each.state_dict()) for name, each in attached.items()},
+    }
+
+
+def restore(rollout: Any, state: Mapping[str, Any]) -> None:
+    """Have a rollout that has not begun go on from a state of another.
+
+    With other lanes than it had, environments begin anew, which is logged.
+    """
+    acting, environments = rollout._acting, rollout.environments
+    rollout._prepare_lanes()
+    if state["module"] is not None:
+        rollout.module.load_state_dict(state["module"])
+    acting.weights.set_state(acting.copy, state["acting"])
+    for name, pipeline in _pipelines(rollout):
+        pipeline.set_state(state["pipelines"][name])
+    rollout.metrics.set_state(state["metrics"])
+    rollout._checkpoints.saved = dict(state["attached"])
+    steps = state["steps_before"]
+    if is_same := (_layout(rollout) == state["layout"]):
+        environments.begin_at(state["first_step"])
+        for lane, each in zip(environments.lanes, state["lanes"], strict=True):
+            go_on(lane, each, rollout.env_to_module)
+        environments.go_on_from(state["environments"], state["credits"].get("order"))
+        rollout._credits.set_state(state["credits"])
+        rollout.returns.set_state(state["returns"])
+        rollout._rounds.set_state(state["rounds"], lambda plain: _fragment(rollout, plain))
+        rollout._waiting = [_fragment(rollout, each) for each in state["waiting"]]
+    else:
+        steps = state["num_steps"]
+        environments.begin_at(state["vector_steps"])
+        rollout.returns.set_state({**state["returns"], "open": []})
+        logger.warning(
+            "the run goes on with %s where it had %s: weights, connectors, counts and what is attached are kept; "
+            "environments begin anew, and what was under way is left out",
+            *(shown({name: of[name] for name in of if of[name] != other[name]}) for of, other in _both(rollout, state)),
+        )
+    rollout._go_on_from(steps, state["log_rounds"], state["generators"], is_same=is_same)
+
+
+def _both(rollout: Any, state: Mapping[str, Any]) -> list[tuple[State, State]]:
+    now, before = _layout(rollout), state["layout"]
+    return [(now, before), (before, now)]
+
+
+def _pipelines(rollout: Any) -> list[tuple[str, Any]]:
+    return [*rollout._acting.named_pipelines, ("learner", rollout.learner_pipeline)]
+
+
+def _layout(rollout: Any) -> State:
+    """What a lane's state goes with."""
+    environments = rollout.environments
+    return {
+        "slots": [each.num_envs for each in environments.envs],
+        "fragment_length": environments.fragment_length,
+        "lookback": environments.lookback,
+        "observation_space": described(environments.observation_space),
+        "action_space": described(environments.action_space),
+    }
+
+
+def _keywords(rollout: Any) -> State:
+    """The environments and the keywords of a rollout, without those that have no plain form."""
+    env, given = rollout._given
+    kept: State = {"env": env, **given, "seed": given.get("seed", rollout.seed)}
+    for name, value in list(kept.items()):
+        if name in _RECORDS and value is not None:
+            record = {each.name: getattr(value, each.name) for each in fields(value)}
+            value = kept[name] = {
+                field: os.fspath(each) if isinstance(each, os.PathLike) else each for field, each in record.items()
+            }
+        try:
+            is_plain = "$function" not in str(to_plain(value, name, {}))
+        except PolicyError:
+            is_plain = False
+        if not is_plain:
+            kept[name] = {"$missing": True}
+    return kept
+
+
+def _plain(rollout: Any, fragment: Any) -> State:
+    """A fragment as plain values and arrays."""
+    lane = rollout.environments.lanes[fragment.lane]
+    message = message_of(0, fragment, lane.observation_spaces, {})
+    rest = {**message.rest, "infos": [plain_infos(each) for each in fragment.infos]}
+    return {"lane": fragment.lane, "columns": message.columns, "rest": rest}
+
+
+def _fragment(rollout: Any, plain: Mapping[str, Any]) -> Any:
+    lane = rollout.environments.lanes[plain["lane"]]
+    rest = plain["rest"] | {"infos": [infos_of(each) for each in plain["rest"]["infos"]]}
+    message = wire.Fragment(plain["lane"], 0, plain["columns"], rest)
+    return fragment_of(message, lane.layout, lane.observation_spaces)
+
+
+def _copied(value: Any) -> Any:
+    """A state of tensors, numbers, lists and dicts, with copies of the tensors."""
+    if torch.is_tensor(value):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def _generators() -> State:
+    """The states of the shared generators of Python, numpy and torch."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Set the shared generators of Python, numpy and torch."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+# Files
+
+
+def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
+    """Write a state to a folder, whole or not at all, and remove all but the newest so many beside it."""
+    arrays: dict[str, Any] = {}
+    try:
+        plain = to_plain(state, "state", arrays)
+    except PolicyError as error:
+        raise CheckpointError(f"the run can't be saved: {error}") from None
+    kinds = [sorted({kind for each in lane for kind in each}) for lane in state["environments"]]
+    made = path.parent / f".{path.name}.new"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    data = array_bytes(arrays)
+    write_file(made / ARRAYS, data)
+    manifest = {"kind": _KIND, "format": _FORMAT, "environments": kinds, "files": checksums({ARRAYS: data})}
+    write_file(made / MANIFEST, manifest_bytes(manifest | {"state": plain}))
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(made, path)
+    for old in _there(path.parent)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _there(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(each for each in folder.glob(f"{_NAME}*") if each.is_dir())
+
+
+def read(path: str | os.PathLike[str]) -> State:
+    """The state of a checkpoint, or of the newest one in a folder. Raises CheckpointError for anything else."""
+    folder = Path(path)
+    there = _there(folder)
+    chosen = folder if not there else there[-1]
+    if not (chosen / MANIFEST).is_file():
+        raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that rollout.save() was given")
+    others = f"; {there[-2]} is the one before" if len(there) > 1 else ""
+    try:
+        manifest = manifest_of((chosen / MANIFEST).read_bytes(), MANIFEST)
+        if manifest.get("kind") != _KIND or manifest.get("format") != _FORMAT:
+            kind, version = shown(manifest.get("kind")), shown(manifest.get("format"))
+            raise CheckpointError(f"it is {kind} of format {version}, expected {_KIND!r} of format {_FORMAT}")
+        data = (chosen / ARRAYS).read_bytes()
+        if checksums({ARRAYS: data}) != manifest["files"]:
+            raise CheckpointError(f"{ARRAYS} was truncated or altered: its digest is not the manifest's")
+        state: State = from_plain(manifest["state"], "state", arrays_of(data, ARRAYS))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{chosen} can't be gone on from: {error}{others}") from None
+    return state
+
+
+def keywords_of(state: Mapping[str, Any], env: Any, given: Mapping[str, Any]) -> tuple[Any, State]:
+    """The environments and the keywords of a rollout that goes on from a state.
+
+    env, given    what is given anew: env None stands for that of the state
+
+    Raises CheckpointError for what has to be given anew, since it has no plain form.
+    """
+    kept = {name: value for name, value in state["keywords"].items() if name not in given}
+    if env is not None:
+        kept["env"] = env
+    if missing := [name for name, value in kept.items() if value == {"$missing": True}]:
+        raise CheckpointError(
+            f"the checkpoint can't have {', '.join(missing)} of the run; expected the same to be given to resume()"
+        )
+    records = {name: kind(**kept[name]) for name, kind in _RECORDS.items() if isinstance(kept.get(name), dict)}
+    return kept.pop("env"), {**kept, **records, **given}

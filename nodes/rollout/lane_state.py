@@ -1,0 +1,93 @@
+"""The state of a lane that stands at the gate before the forward pass, for another lane to go on from."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
+from rollflow.nodes.offloaded.fragment_message import completed, described, sent_columns
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.lane import Lane
+
+State = dict[str, Any]
+_OF_LANE = "num_steps", "vector_steps", "policy_version"
+
+
+def state_of_lane(lane: Lane) -> State:
+    """The state of a lane: its open fragment with the lookback, its counts, and what it samples with. All copies."""
+    part = copy.copy(lane.fragment)
+    part.num_rows = lane.row - lane.layout.lookback
+    part.observation_space = lane.observation_space
+    columns = {name: map_tree(np.copy, rows) for name, rows in sent_columns(part).items()}
+    rest = described(part, lane.observation_spaces)
+    rest["infos"] = list(map(plain_infos, part.infos[: lane.row + 1]))
+    if "finals" in rest:
+        rest["finals"]["infos"] = [plain_infos(each) for each in rest["finals"]["infos"] or ()] or None
+    return {
+        "columns": columns,
+        "rest": rest,
+        "starts": lane.episode_start.copy(),
+        "numbers": lane.episode_number.copy(),
+        "ended": np.flatnonzero(lane.dead),
+        "data": [[*key, data] for key, data in copy.deepcopy(lane.custom_data).items()],
+        "batch": map_tree(_kept, lane.batch),
+        "sampling": _state_of_sampling(lane.shared_data),
+        **{name: getattr(lane, name) for name in _OF_LANE},
+    }
+
+
+def go_on(lane: Lane, state: Mapping[str, Any], pipeline: Any) -> None:
+    """Have a new lane stand where the one stood that `state_of_lane` was given.
+
+    pipeline    env-to-module pipeline, which says the spaces of its pieces
+    """
+    lane.observation_spaces = (lane.observation_space, *pipeline.observation_spaces)
+    rest = dict(state["rest"])
+    rest["infos"] = list(map(infos_of, rest["infos"]))
+    if "finals" in rest and rest["finals"]["infos"]:
+        rest["finals"] = {**rest["finals"], "infos": list(map(infos_of, rest["finals"]["infos"]))}
+    completed(lane.fragment, rest)
+    lane.fragment.custom_data = {}
+    lane.fragment.sequence = rest["sequence"]
+    lane.fragment.episode_start[:], lane.fragment.episode_number[:] = rest["episode_start"], rest["episode_number"]
+    lane.episode_start[:], lane.episode_number[:] = state["starts"], state["numbers"]
+    lane.custom_data = {(slot, number): data for slot, number, data in state["data"]}
+    lane.go_on(state["columns"], rest["space"], rest["num_rows"], state["ended"])
+    for name in _OF_LANE:
+        setattr(lane, name, state[name])
+    lane.batch = state["batch"]
+    _set_sampling(lane.shared_data, state["sampling"])
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().clone() if torch.is_tensor(leaf) else np.copy(leaf)
+
+
+def plain_infos(infos: Mapping[str, Any]) -> Any:
+    """Infos in plain form: of slots a list of pairs and their number, else as they are."""
+    return [*map(list, infos.of_slots.items()), infos.count] if isinstance(infos, SlotInfos) else infos
+
+
+def infos_of(plain: Any) -> Any:
+    """The infos of `plain_infos`."""
+    if not isinstance(plain, list):
+        return plain
+    *pairs, count = plain
+    infos = SlotInfos(count=count)
+    infos.of_slots.update(map(tuple, pairs))
+    return infos
+
+
+def _state_of_sampling(shared: Mapping[str, Any]) -> State:
+    plain = {name: value for name, value in shared.items() if isinstance(value, bool | int | float | str)}
+    return {"generator": shared["generator"].get_state(), RACES: shared[RACES].get_state(), "plain": plain}
+
+
+def _set_sampling(shared: State, state: Mapping[str, Any]) -> None:
+    shared |= state["plain"]
+    shared["generator"].set_state(state["generator"])
+    shared[RACES].set_state(state[RACES])

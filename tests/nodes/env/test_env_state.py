@@ -1,0 +1,217 @@
+"""The state of an environment: another one that is given it goes on to the bit."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from extras import needs
+from gymnasium import wrappers
+from gymnasium.vector import SyncVectorEnv
+
+from rollflow.nodes.env.env_state import RecordedEnv, set_state, state_of
+from rollflow.nodes.policies.part_records import from_plain, to_plain
+from rollflow.stream import EnvError
+from rollflow.stream.data.tree import leaves_of
+
+Make = Callable[[], Any]
+CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]
+TOY_TEXT = ["Blackjack-v1", "Taxi-v4", "FrozenLake-v1", "CliffWalking-v1"]
+MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Humanoid-v5", "InvertedDoublePendulum-v5", "Pusher-v5", "Walker2d-v5"]
+
+
+def pendulum() -> Any:
+    return gym.make("Pendulum-v1", max_episode_steps=30)
+
+
+WRAPPED: Mapping[str, Make] = {
+    "stacked": lambda: wrappers.FrameStackObservation(pendulum(), 3),
+    "normalized": lambda: wrappers.NormalizeObservation(wrappers.NormalizeReward(pendulum())),
+    "delayed": lambda: wrappers.DelayObservation(pendulum(), 2),
+    "time": lambda: wrappers.TimeAwareObservation(pendulum()),
+    "sticky": lambda: wrappers.StickyAction(pendulum(), 0.4),
+    "counted": lambda: wrappers.RecordEpisodeStatistics(pendulum()),
+    "autoreset": lambda: wrappers.Autoreset(pendulum()),
+    "function": lambda: wrappers.TransformReward(pendulum(), lambda reward: 2 * reward),
+    "repeated": lambda: wrappers.RepeatAction(pendulum(), 2),
+}
+
+
+class SaysIts(gym.Env[Any, Any]):
+    """An environment that says its own state, in a generator that no attribute shows."""
+
+    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.set_state({"count": 0})
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._next = next(self._numbers)
+        return np.full(1, self._next % 100, np.float32), 1.0, False, self._next > 70, {}
+
+    def get_state(self) -> dict[str, int]:
+        return {"count": self._next}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        self._next = state["count"]
+        self._numbers = iter(range(self._next + 1, 10**6))
+
+
+class Silent(SaysIts):
+    """The same, but it says nothing; it draws from its generator."""
+
+    get_state = None  # type: ignore[assignment]
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return observation + self.np_random.random(1).astype(np.float32), *rest
+
+
+class Clocked(Silent):
+    """It depends on what no reset begins anew."""
+
+    lives = 0
+
+    def step(self, action: Any) -> Any:
+        type(self).lives += 1
+        observation, *rest = super().step(action)
+        return observation + type(self).lives % 7, *rest
+
+
+def play(env: Any, actions: Any) -> list[Any]:
+    """What an environment gives, with a reset after each end."""
+    given: list[Any] = []
+    for action in actions:
+        given.append(env.step(action))
+        if np.any(given[-1][2]) or np.any(given[-1][3]):
+            given.append(env.reset())
+    for _, info in (each for each in given if len(each) == 2):
+        info.pop("episode", None)
+    for *_, info in given:
+        info.pop("episode", None)  # which has a time
+    return given
+
+
+def sent(state: Any) -> Any:
+    """A state on its way through a file."""
+    arrays: dict[str, Any] = {}
+    text = json.dumps(to_plain(state, "env", arrays))
+    return from_plain(json.loads(text), "env", arrays)
+
+
+def check(make: Make, steps: int = 80) -> None:
+    first, other = make(), make()
+    first.action_space.seed(3)
+    actions = [first.action_space.sample() for _ in range(2 * steps)]
+    first.reset(seed=5)
+    other.reset(seed=9)
+    play(first, actions[:steps])
+    set_state(other, sent(state_of(first)))
+    expected, found = play(first, actions[steps:]), play(other, actions[steps:])
+    assert len(expected) == len(found)
+    for one, two in zip(expected, found, strict=True):
+        for leaf, same in zip(leaves_of(list(one)), leaves_of(list(two)), strict=True):
+            np.testing.assert_array_equal(leaf, same)
+    first.close()
+    other.close()
+
+
+@pytest.mark.parametrize("id_", [*CLASSIC, *TOY_TEXT])
+def test_classic_and_text_environments_go_on_to_the_bit(id_: str) -> None:
+    check(lambda: gym.make(id_))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_that_count_and_draw_go_on_to_the_bit(name: str) -> None:
+    check(WRAPPED[name])
+
+
+@pytest.mark.parametrize("id_", ["Ant-v5", *(pytest.param(each, marks=pytest.mark.slow) for each in MUJOCO)])
+def test_mujoco_goes_on_to_the_bit(id_: str) -> None:
+    needs("mujoco")
+    check(lambda: gym.make(id_))
+
+
+@pytest.mark.parametrize("id_", ["ALE/Pong-v5", "ALE/Breakout-v5"])
+def test_atari_goes_on_to_the_bit(id_: str) -> None:
+    gym.register_envs(needs("ale_py"))
+    check(lambda: gym.make(id_, repeat_action_probability=0.0), 60)
+    with pytest.raises(EnvError, match="an emulator that may repeat the action before does not say which it was"):
+        state_of(gym.make(id_))
+    expected, found = replayed(lambda: gym.make(id_), 60)
+    for one, two in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(one[0], two[0])
+
+
+def test_minatar_goes_on_to_the_bit() -> None:
+    needs("minatar.gym").register_envs()
+    check(lambda: gym.make("MinAtar/Breakout-v1"))
+
+
+@pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
+def test_vector_environments_go_on_to_the_bit(mode: str) -> None:
+    check(lambda: gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode=mode))
+
+
+def test_an_environment_says_its_own_state_below_a_wrapper() -> None:
+    check(lambda: gym.wrappers.TimeLimit(SaysIts(), 40))
+
+
+def test_what_is_held_twice_is_one_thing_again() -> None:
+    def make() -> Any:
+        env = wrappers.TimeLimit(pendulum(), 30)
+        env.both = env.one = [deque([1, 2], maxlen=2)]  # type: ignore[attr-defined]
+        return env
+
+    first, other = make(), make()
+    first.reset(seed=0)
+    other.reset(seed=0)
+    first.one[0].append(3)
+    set_state(other, sent(state_of(first)))
+    assert other.one is other.both
+    assert (other.one, other.one[0].maxlen) == ([deque([2, 3])], 2)
+
+
+def test_a_state_that_cannot_be_read_names_the_part() -> None:
+    with pytest.raises(EnvError, match=r"TimeLimit\.env: the state of a Silent can't be read; expected it to have get"):
+        state_of(gym.wrappers.TimeLimit(Silent(), 9))
+    env = pendulum()
+    env.held = iter(())
+    with pytest.raises(EnvError, match=r"TimeLimit\.held: the state of a tuple_iterator .* can't be read"):
+        state_of(env)
+
+
+def test_the_state_of_another_kind_is_refused() -> None:
+    one, other = gym.make("CartPole-v1"), gym.make("Acrobot-v1")
+    one.reset(seed=0)
+    other.reset(seed=0)
+    with pytest.raises(EnvError, match=r"is a gymnasium.*AcrobotEnv, expected a gymnasium.*CartPoleEnv"):
+        set_state(other, state_of(one))
+    with pytest.raises(EnvError, match=r"NoneType, expected a gymnasium.*TimeLimit"):
+        set_state(SyncVectorEnv([pendulum] * 3), state_of(SyncVectorEnv([pendulum] * 2)))
+
+
+def replayed(make: Make, steps: int = 100) -> tuple[list[Any], list[Any]]:
+    first, other = RecordedEnv(make()), RecordedEnv(make())
+    first.reset(seed=5)
+    other.reset(seed=9)
+    play(first, [0] * steps)
+    other.set_state(sent(first.get_state()))
+    return play(first, [1] * steps), play(other, [1] * steps)
+
+
+def test_one_that_draws_from_its_generator_alone_is_stepped_to_where_it_stood() -> None:
+    expected, found = replayed(Silent)
+    for one, two in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(one[0], two[0])
+
+
+def test_one_that_comes_to_something_else_is_found() -> None:
+    with pytest.raises(EnvError, match=r"the same actions from the same seed give another observation after \d+ steps"):
+        replayed(Clocked)

@@ -1,0 +1,340 @@
+"""Checkpoints: a run that was saved and goes on gives what it would have given, and loses and doubles nothing."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from numbered_env import NumberedEnv
+from together import Together
+from walk_env import Walk
+
+from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
+from rollflow.stream import RunError
+from rollflow.stream.data.errors import CheckpointError
+from rollflow.stream.data.tree import leaves_of
+
+ROUNDS, STOP = 8, 3
+
+
+class Numbers(NumberedEnv):
+    """Numbered transitions, of an environment that says where it stands."""
+
+    NAMES = "slot", "episode", "step_number", "life", "length", "truncates"
+
+    def get_state(self) -> dict[str, Any]:
+        drawn = self.np_random.bit_generator.state["state"]
+        return {**{name: getattr(self, name) for name in self.NAMES}, "drawn": drawn}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        for name in self.NAMES:
+            setattr(self, name, state[name])
+        bits = self.np_random.bit_generator
+        bits.state = {**bits.state, "state": state["drawn"]}
+
+
+def digest(values: Any) -> str:
+    """A digest of tensors and arrays, with their names."""
+    found = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        found.update(name.encode())
+        for leaf in leaves_of(value):
+            found.update(np.ascontiguousarray(leaf.numpy() if torch.is_tensor(leaf) else leaf).tobytes())
+    return found.hexdigest()
+
+
+def update(rollout: Rollout, optimizer: Any, batch: Any) -> None:
+    """Something to learn, with a draw of torch's own generator, as minibatches take one."""
+    outputs = rollout.module.forward_train(dict(batch))
+    noise = 1e-3 * torch.randn(())
+    loss = (1 + noise) * outputs["action_dist_inputs"].square().mean() + outputs["vf_preds"].mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    rollout.publish(rollout.module.state_dict())
+
+
+def learnt(rollout: Rollout, rounds: int) -> Iterator[str]:
+    """Digests of the batches, and at last of the weights."""
+    optimizer = torch.optim.Adam(rollout.module.parameters(), lr=1e-2)
+    rollout.attach(optimizer=optimizer)
+    with rollout:
+        for number, batch in enumerate(rollout.batches(), 1):
+            update(rollout, optimizer, batch)
+            yield digest(batch)
+            if number == rounds:
+                break
+        yield digest(rollout.module.state_dict())
+        yield f"{rollout.num_steps} {rollout.returns.count} {rollout.returns.mean}"
+
+
+def begun(env: Any = "CartPole-v1", **options: Any) -> Rollout:
+    torch.manual_seed(0)
+    return Rollout(env, **({"num_envs": 4, "fragment_length": 16, "seed": 3} | options))
+
+
+def filtered(env: Any) -> Any:
+    return MeanStdFilter()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "vector form": {},
+    "one by one": {"env": lambda: gym.make("CartPole-v1")},
+    "next step": {"env": lambda: gym.make("CartPole-v1"), "autoreset_mode": "NextStep"},
+    "lookback": {"env": "Pendulum-v1", "lookback": 3},
+    "filter": {"env_to_module_connector": filtered},
+    "lstm": {"model_config": {"use_lstm": True}},
+    "lanes": {"lanes": 2, "env_to_module_connector": filtered},
+    "threads": {"lanes": 2, "where": "threads"},
+    "processes": {"lanes": 3, "where": "processes", "workers": 2, "deterministic": True},
+    "ahead in processes": {"prefetch": 1, "lanes": 2, "deterministic": True, "where": "processes", "env": Walk},
+    "replayed": {"env": Walk},
+    "replayed in the next step": {"env": Walk, "autoreset_mode": "NextStep"},
+    "ahead": {"prefetch": 2, "lanes": 2, "deterministic": True, "env_to_module_connector": filtered},
+    "ahead in threads": {"prefetch": 1, "lanes": 2, "deterministic": True, "where": "threads"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Path) -> None:
+    options = WAYS[way] | {"checkpoints": Checkpoints(tmp_path, every_s=1e9)}
+    whole = list(learnt(begun(**options), ROUNDS))
+    first, run = [], begun(**options)
+    for number, text in enumerate(learnt(run, ROUNDS), 1):
+        first.append(text)
+        if number == STOP:
+            run.save(tmp_path)
+            break
+    run.close()
+    torch.manual_seed(99)  # of another process
+    env, connector = options.get("env"), {name: options[name] for name in options if "connector" in name}
+    resumed = Rollout.resume(tmp_path, env if callable(env) else None, **connector)
+    rest = list(learnt(resumed, ROUNDS - STOP))
+    assert first + rest[:-1] == whole[:-1]
+    if not options.get("prefetch"):  # how far it is ahead in the end depends on the machine
+        assert rest[-1] == whole[-1]
+
+
+def numbers(fragment: Any, into: list[tuple[int, ...]]) -> None:
+    for chunk in fragment.episodes():
+        steps = zip(chunk.get_observations()[:-1], chunk.get_actions(), strict=True)
+        into += [(*map(int, observation), int(action)) for observation, action in steps]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -> None:
+    options: dict[str, Any] = {
+        "num_envs": data.draw(st.integers(1, 3)),
+        "fragment_length": data.draw(st.integers(1, 7)),
+        "prefetch": data.draw(st.integers(0, 2)),
+        "where": data.draw(st.sampled_from(["inline", "threads"])),
+        "lanes": 1,
+        "autoreset_mode": data.draw(st.sampled_from(["SameStep", "NextStep"])),
+    }
+    folder = tmp_path_factory.mktemp("run")
+    slots = iter(range(100))
+    lengths = 3, 9
+
+    def make() -> Numbers:
+        return Numbers(next(slots) % options["num_envs"], lengths=lengths)
+
+    found: list[tuple[int, ...]] = []
+    stops = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    rollout = Rollout(make, module=RandomModule, seed=1, num_fragments=13, **options)
+    for stop in stops:
+        with rollout:
+            for number, fragment in enumerate(rollout.fragments(), 1):
+                numbers(fragment, found)
+                if number == stop:
+                    rollout.save(folder)
+                    break
+        rollout = Rollout.resume(folder, make, module=RandomModule)
+    with rollout:
+        for fragment in rollout.fragments():
+            numbers(fragment, found)
+    assert rollout.lost == {}
+    assert len(found) == len(set(found)) == rollout.num_steps
+    for slot in range(options["num_envs"]):
+        places = sorted(each[1:3] for each in found if each[0] == slot)
+        assert all(then in ((a, b + 1), (a + 1, 0)) for (a, b), then in pairwise(places))
+
+
+@pytest.mark.parametrize("where", ["inline", "processes"])
+def test_environments_that_cannot_be_read_begin_anew_and_say_so(where: str, tmp_path: Path, caplog: Any) -> None:
+    with (run := begun(Walk, lanes=1, where=where)):
+        for _ in run.batches():
+            run.save(tmp_path)
+            break
+    assert "begins lane 0's episodes anew: Walk: the state of a Walk can't be read" in caplog.text
+    manifest = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
+    assert manifest["environments"] == [["restart"]]
+    with (run := Rollout.resume(tmp_path, Walk)):
+        fragment = next(run.fragments())
+    assert "lane 0: its environments begin anew, and its open episodes end" in caplog.text
+    assert fragment.losses[0].row == fragment.first_row
+    assert run.num_steps == 2 * 64
+
+
+def test_a_run_goes_on_with_other_lanes_and_says_what_is_kept(tmp_path: Path, caplog: Any) -> None:
+    with (run := begun()):
+        for _ in run.batches():
+            run.publish(run.module.state_dict())
+            run.save(tmp_path)
+            break
+    resumed = Rollout.resume(tmp_path, num_envs=2, fragment_length=8)
+    assert "goes on with {'slots': [2], 'fragment_length': 8} where it had {'slots': [4], 'fragment_length': 16}" in (
+        caplog.text
+    )
+    with resumed:
+        next(resumed.batches())
+    assert (resumed.num_steps, resumed.policy_version) == (64 + 16, 1)
+    assert digest(resumed.module.state_dict()) == digest(run.module.state_dict())
+
+
+def test_rounds_save_by_themselves_and_keep_the_newest(tmp_path: Path) -> None:
+    with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=2))):
+        for number, _ in enumerate(run.batches(), 1):
+            if number == 5:
+                break
+    there = sorted(each.name for each in tmp_path.iterdir())
+    assert len(there) == 2
+    assert there[-1] <= f"checkpoint-{run.num_steps:012d}"
+    with (resumed := Rollout.resume(tmp_path)):
+        next(resumed.batches())
+
+
+PROGRAM = """
+import sys
+from rollflow import Checkpoints, Rollout
+with Rollout("CartPole-v1", num_envs=2, seed=0, checkpoints=Checkpoints(sys.argv[1], every_s=1e9)) as rollout:
+    for batch in rollout.batches():
+        print(rollout.num_steps, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_told_to_end_saves_first(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        told = [first, *map(int, process.stdout.read().split())]
+        assert process.wait() == 128 + signal.SIGTERM
+    assert [each.name for each in tmp_path.iterdir()] == [f"checkpoint-{told[-1]:012d}"]
+    with (resumed := Rollout.resume(tmp_path)):
+        next(resumed.batches())
+    assert resumed.num_steps > told[-1]
+
+
+def saved(folder: Path) -> Path:
+    """The folder of a checkpoint."""
+    with (run := begun()):
+        next(run.batches())
+        return run.save(folder)
+
+
+def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        Rollout.resume(tmp_path)
+    path = saved(tmp_path)
+    (tmp_path / ".checkpoint-000000000999.new").mkdir()  # of a process that was killed as it wrote
+    Rollout.resume(tmp_path).close()
+    manifest, arrays = path / "checkpoint.json", path / "checkpoint.safetensors"
+    whole = manifest.read_bytes(), arrays.read_bytes()
+    for name, data, text in (
+        (manifest, whole[0][:-9], "can't be gone on from: .*checkpoint.json can't be read"),
+        (manifest, whole[0].replace(b'"count"', b'"courts"'), "another digest than it says"),
+        (arrays, whole[1][:-9], "truncated or altered"),
+        (arrays, b"", "truncated or altered"),
+        (manifest, b"{}", "no digest"),
+    ):
+        manifest.write_bytes(whole[0])
+        arrays.write_bytes(whole[1])
+        name.write_bytes(data)
+        with pytest.raises(CheckpointError, match=text):
+            Rollout.resume(tmp_path)
+
+
+def test_what_no_file_can_hold_is_to_be_given_again(tmp_path: Path) -> None:
+    with (run := begun(Walk, env_to_module_connector=filtered)):
+        next(run.batches())
+        run.save(tmp_path)
+    with pytest.raises(CheckpointError, match="can't have env, env_to_module_connector of the run; expected the same"):
+        Rollout.resume(tmp_path)
+
+
+def test_a_run_that_stands_still_or_has_custom_objects_is_refused(tmp_path: Path) -> None:
+    run = begun()
+    with pytest.raises(RunError, match=r"the rollout is new, expected save\(\) while it runs"):
+        run.save(tmp_path)
+    with run:
+        next(run.batches())
+        run.environments.lanes[0].episodes[0].custom_data["what"] = object()
+        with pytest.raises(CheckpointError, match=r"the run can't be saved: state/lanes.*object"):
+            run.save(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_several_agents_is_refused_in_words(tmp_path: Path) -> None:
+    with (run := MultiAgentRollout(lambda: Together({agent: Walk() for agent in "ab"}), fragment_length=4)):
+        next(run.batches())
+        with pytest.raises(
+            CheckpointError, match="a run with a MultiAgentLane can't be saved: expected environments of"
+        ):
+            run.save(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_lane_whose_worker_is_lost_is_saved_as_one_that_begins_anew(tmp_path: Path) -> None:
+    with (run := begun(Walk, lanes=2, where="processes", workers=2)):
+        batches = run.batches()
+        next(batches)
+        environments = run.environments
+        os.kill(environments._workers[1].process.pid, signal.SIGKILL)
+        environments.remotes[1].sock.recv(1 << 16)  # until it has gone
+        run.save(tmp_path)
+    state = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
+    assert state["environments"] == [["restart"], ["restart"]]
+    with (resumed := Rollout.resume(tmp_path, Walk)):
+        next(resumed.batches())
+    assert resumed.num_steps == 2 * run.num_steps
+
+
+def test_order_is_for_what_steps_here_or_in_workers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="deterministic=True, but max_batch"):
+        begun(deterministic=True, where="threads", lanes=2, forward=Forward(max_batch=4))
+    with pytest.raises(ValueError, match="deterministic=True is for environments that step here"):
+        begun(deterministic=True, where="rollouts", workers=1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_same_batches_wherever_lanes_step(prefetch: int) -> None:
+    def digests(**options: Any) -> list[str]:
+        given = {"env": "Pendulum-v1", "lanes": 4, "prefetch": prefetch, "env_to_module_connector": filtered}
+        return list(learnt(begun(deterministic=True, **given, **options), 6))[:-1]
+
+    here = digests()
+    assert digests(where="threads") == here
+    assert digests(where="processes", workers=1) == digests(where="processes", workers=3) == here
+
+
+def test_seeds_of_another_beginning_are_others(tmp_path: Path) -> None:
+    with (run := begun(Walk)):
+        first = next(run.fragments()).column("obs")[0]
+        run.save(tmp_path)
+    with (resumed := Rollout.resume(tmp_path, Walk)):
+        again = next(resumed.fragments()).column("obs")[0]
+    assert not np.array_equal(first, again)
