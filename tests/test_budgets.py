@@ -47,7 +47,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1718, 31),  # weights that wait; logits that are no floats refused; passes over dicts
     "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2015, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1937, 18),  # checkpoints of runs; functions of users; columns on a device
+    "nodes/rollout": (1939, 18),  # checkpoints of runs; checkpoints of runs; functions of users; columns on a device
     "nodes/stages": (2031, 22),  # lanes in order; columns, faults on a device
     "policy": (379, 3),  # observations and sessions counted; the package asked for when a client is made
     "policy/serving": (844, 20),
