@@ -52,7 +52,7 @@ def set_state(env: Any, state: Mapping[str, Any]) -> None:
 
 
 class RecordedEnv:
-    """The steps of an environment since its last reset, by which another one comes to where it stands.
+    """The steps of an environment since its last reset, by which another one comes to the same.
 
     That holds for an environment that draws from its `np_random` alone, and for an Atari emulator. The observation that
     the last step gives there is compared with the one that it gave here.

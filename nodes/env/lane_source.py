@@ -245,7 +245,7 @@ class LaneSource:
         self.listener = listener
 
     def broadcast(self, published: Mapping[Any, tuple[int, Any]]) -> None:
-        """Send weights, module id -> version and weights, to where forward passes are done: none are done elsewhere."""
+        """Send weights, module id -> version and weights, to the forward passes that are done elsewhere: none are."""
 
     def stages(self, elapsed_s: float) -> list[NodeReport]:
         """Reports of the stages that are elsewhere: there are none."""

@@ -121,7 +121,7 @@ class LaneVectorEnv:
         return observations, infos
 
     def record_actions(self, slots: Sequence[int] | None = None) -> None:
-        """Record the steps of environments since their last reset, so that others can be brought to where they stand.
+        """Record the steps of environments since their last reset, so that others can be stepped to the same.
 
         slots    of these environments; None: of those whose state can't be read
         """

@@ -54,7 +54,7 @@ class RunCheckpoints:
     """The checkpoints of one rollout: captured in the thread of its loop, written in a thread of its own.
 
     rollout    a `RolloutLoop`
-    how        where to, how often and how many; None: only what is asked for
+    how        their folder, how often and how many; None: only what is asked for
 
     attached    objects with `state_dict` and `load_state_dict`, by name, that are saved with it
     saved       their states in the run that this one goes on with

@@ -41,7 +41,7 @@ def state_of_lane(lane: Lane) -> State:
 
 
 def go_on(lane: Lane, state: Mapping[str, Any], pipeline: Any) -> None:
-    """Have a new lane stand where the one stood that `state_of_lane` was given.
+    """Have a new lane go on from the state of another, as `state_of_lane` gave it.
 
     pipeline    env-to-module pipeline, which says the spaces of its pieces
     """

@@ -152,7 +152,7 @@ class Watch:
 class Checkpoints:
     """Checkpoints of a run, from which `Rollout.resume` goes on: `Rollout(env, checkpoints=Checkpoints("runs/7"))`.
 
-    folder        where they are written, each in a folder of its own
+    folder        each is written to a folder of its own in there
     every_s       seconds between two; the first round that is asked for after that begins with one
     keep          newest ones that are kept
     on_sigterm    save, and leave the loop by SystemExit, when the process is told to end

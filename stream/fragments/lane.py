@@ -474,7 +474,7 @@ class Lane(SlotLane):
     first_step       vector steps that the run had made when this lane began
     is_set_aside     whether the environments are gone for good: the lane makes no further step
     has_stopped      whether no more actions are sent: what was under way has come, and is only to be recorded
-    is_restored      whether it begins where another one stood: its batch is made
+    is_restored      whether it goes on from another one: its batch is made
     """
 
     def __init__(
