@@ -45,6 +45,7 @@ class LaneGate:
     def __init__(self) -> None:
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._changed: Callable[[], None] = nobody
+        self._is_shut = False  # to all lanes
 
     @property
     def wants_newest(self) -> bool:
@@ -57,6 +58,8 @@ class LaneGate:
         lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
                 `sequence`, the number of that fragment
         """
+        if self._is_shut:
+            return False
         if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
             return True
         if not self._lets_begin(lane):

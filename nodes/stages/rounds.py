@@ -395,7 +395,6 @@ class FragmentCredits(LaneGate):
         self._yet_to_begin = set(self.lanes if is_in_rounds else ())
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
         self._begun = 0  # of all lanes
-        self._is_shut = False
 
     @property
     def limit(self) -> int:
@@ -411,9 +410,6 @@ class FragmentCredits(LaneGate):
     def wants_newest(self) -> bool:
         """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
         return self._is_by_lane
-
-    def admits(self, lane: Any) -> bool:
-        return not self._is_shut and super().admits(lane)
 
     @contextmanager
     def shut(self) -> Iterator[None]:
