@@ -2,8 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from queue import SimpleQueue
 
 Job = Callable[[], object]
@@ -31,12 +29,6 @@ class JobThread:
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
-
-
-def wake_on_time() -> None:
-    """Have what this thread sleeps end when it is due: by default Linux takes 50 µs more, to wake up less often."""
-    with suppress(OSError):  # of another system
-        Path(f"/proc/{threading.get_native_id()}/timerslack_ns").write_text("1")
 
 
 def _work(jobs: "SimpleQueue[Job | None]") -> None:

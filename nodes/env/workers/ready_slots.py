@@ -19,7 +19,7 @@ from gymnasium.vector.utils import iterate
 from rollflow.nodes.env.env_source import side_by_side
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
 from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
-from rollflow.nodes.env.workers.job_thread import JobThread, wake_on_time
+from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
 from rollflow.nodes.env.workers.thread_node import hang
@@ -354,7 +354,6 @@ class ReadyThreads(ReadySlots):
         one, slot, get, put, times = remote.one, remote.index, remote.asks.get, self._answered.put, self.call_times
         remote.ident, number = get_ident(), 0
         remote.native_id = get_native_id()  # once both are known
-        wake_on_time()  # environments may sleep
         call: Any = one.reset
         while (asked := get()) is not None:
             remote.begun = began = clock()

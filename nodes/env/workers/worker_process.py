@@ -36,7 +36,6 @@ from typing import Any
 
 import cloudpickle
 
-from rollflow.nodes.env.workers.job_thread import wake_on_time
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.system import at_fork, system_module
@@ -82,7 +81,6 @@ def become_worker(name: str, life: int) -> None:
     _is_worker = True
     with contextlib.suppress(OSError):  # there is no /proc
         Path("/proc/self/comm").write_text(name)
-    wake_on_time()  # environments may sleep
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
 
