@@ -80,8 +80,9 @@ def test_resets_that_can_not_be_told_from_their_step_add_to_its_time() -> None:
 
 def test_a_call_takes_time_on_the_clock_of_waits_and_its_span_on_traces(forward: Callable[[float], None]) -> None:
     watched, lane = ProgressWatch(9.0, 9.0, lambda lane: (0, Activity.STEP)), Mock(index=0, is_set_aside=False)
-    source = Mock(deadlines=watched, remotes=[lane], call_times=CallTimes())
+    source = Mock(deadlines=watched, remotes=[lane], call_times=CallTimes(), keeps_order=False)
     source._completed = lambda: [lane]
+    source._counted = lambda: LanesElsewhere._counted(source)
     source._waits_for = lambda remote, name, began, age_s: [(remote, began, age_s)]
     watched.begin(0)
     forward(2.0)
