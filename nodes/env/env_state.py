@@ -54,8 +54,8 @@ def set_state(env: Any, state: Mapping[str, Any]) -> None:
 class RecordedEnv:
     """The steps of an environment since its last reset, by which another one comes to the same.
 
-    That holds for an environment that draws from its `np_random` alone, and for an Atari emulator. The observation that
-    the last step gives there is compared with the one that it gave here.
+    That holds for an environment that draws from its `np_random` alone, and for an Atari emulator. What the last step
+    gives there, but for infos, is compared with what it gave here.
 
     reset, step    to be called in place of the environment's
     """
@@ -72,14 +72,14 @@ class RecordedEnv:
         answer = self._env.reset(seed=seed, options=options)
         emulated = _emulated(self.unwrapped) if hasattr(self.unwrapped, "clone_state") else None
         self._began = {"drawn": drawn, "seed": seed, "emulated": emulated}
-        self._actions, self._newest = [], map_tree(_copied, answer[0])
+        self._actions, self._newest = [], map_tree(_copied, answer[:1])
         return answer
 
     def step(self, action: Any) -> Any:
         """Step it, and record the action."""
         self._actions.append(map_tree(_copied, action))
         answer = self._env.step(action)
-        self._newest = map_tree(_copied, answer[0])
+        self._newest = map_tree(_copied, answer[:4])
         return answer
 
     def get_state(self) -> dict[str, Any]:
@@ -95,9 +95,9 @@ class RecordedEnv:
         self._began = {name: state[name] for name in self._began}
         for action in state["actions"]:
             self.step(action)
-        if not all(map(np.array_equal, leaves_of(self._newest), leaves_of(state["newest"]))):
+        if not all(map(_is_same, leaves_of(self._newest), leaves_of(state["newest"]))):
             raise EnvError(
-                f"{self._env}: the same actions from the same seed give another observation after "
+                f"{self._env}: the same actions from the same seed give another observation or reward after "
                 f"{len(state['actions'])} steps; expected an environment that draws from self.np_random alone, or one "
                 "with get_state() and set_state(state)"
             ).see("state of environments")
@@ -143,6 +143,12 @@ def _set_emulated(env: Any, data: NDArray[np.uint8]) -> None:
     emulated = kind.__new__(kind)
     emulated.__setstate__(data.tobytes())
     env.restore_state(emulated)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """True for equal numbers, arrays and text; NaN is the same as NaN."""
+    is_float = np.asarray(one).dtype.kind in "fc"
+    return np.array_equal(one, other, equal_nan=is_float)
 
 
 def _copied(value: Any) -> Any:

@@ -40,10 +40,17 @@ class PolicyWeights:
         self._version = self._loaded = self.first_version = version
         self._unused: tuple[int, dict[str, Any]] | None = None
         self._waiting: deque[tuple[int, dict[str, Any]]] | None = None  # until `let_in`; None: the newest is taken
+        self._marked = 0  # version that is not replaced while it waits
 
     def keep_all(self) -> None:
-        """Have weights wait for `let_in`, instead of being taken as soon as they come. Before any is published."""
+        """Have marked weights wait for `let_in`, instead of being taken as they come. Before any is published."""
         self._waiting = deque()
+
+    def mark_newest(self) -> int:
+        """Keep the weights published last until they are let in; others go when newer ones come. Their version."""
+        with self._lock:
+            self._marked = self._version
+            return self._version
 
     def let_in(self, version: int) -> None:
         """Have the next pass take the newest weights up to this version, and forget those before."""
@@ -66,7 +73,7 @@ class PolicyWeights:
             self._unused = tuple(state["waiting"][-1])
         elif self._waiting is not None:
             self._waiting += map(tuple, state["waiting"])
-        self._version = state["version"]
+        self._version = self._marked = state["version"]
 
     @property
     def version(self) -> int:
@@ -89,6 +96,8 @@ class PolicyWeights:
         if self._waiting is None:
             self._unused = self._version, weights
         else:
+            if self._waiting and self._waiting[-1][0] > self._marked:
+                self._waiting.pop()
             self._waiting.append((self._version, weights))
 
     def publish_as(self, version: int, weights: Weights, *, copies: bool = True) -> bool:

@@ -37,7 +37,8 @@ from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.lane_state import go_on, infos_of, plain_infos, state_of_lane
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
 from rollflow.stream import wire
-from rollflow.stream.data.errors import CheckpointError, PolicyError, RunError, shown
+from rollflow.stream.data.errors import CheckpointError, PolicyError, RunError, StallError, shown
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class RunCheckpoints:
         self._last = 0.0
         self._before: Any = None  # handler of SIGTERM
         self._is_told = False  # to end, by SIGTERM
+        self._has_ended = False
         self._warned: set[str] = set()
 
     def begin(self) -> None:
@@ -76,18 +78,25 @@ class RunCheckpoints:
         self._last = monotonic()
         in_main = threading.current_thread() is threading.main_thread()
         if self._how is not None and self._how.on_sigterm and in_main:
-            self._before = signal.signal(signal.SIGTERM, self._end_soon)
+            self._before = signal.signal(signal.SIGTERM, self._end_soon) or signal.SIG_DFL
 
     def look(self) -> None:
         """Save if it is time. Between two rounds, in the loop's thread. Raises SystemExit after SIGTERM."""
         how = self._how
         if how is None:
             return
+        is_due = monotonic() - self._last >= how.every_s and (self._written is None or self._written.done())
+        if is_due or self._is_told:
+            try:
+                self.save(how.folder, how.keep, waits=self._is_told)
+            except StallError:
+                raise
+            except RunError as error:  # no reason to end the loop
+                logger.warning("no checkpoint is saved: %s", error)
+                self._last = monotonic()
         if self._is_told:
-            self.save(how.folder, how.keep)
+            self._is_told = False
             raise SystemExit(128 + signal.SIGTERM)
-        if monotonic() - self._last >= how.every_s and (self._written is None or self._written.done()):
-            self.save(how.folder, how.keep, waits=False)
 
     def save(self, folder: str | os.PathLike[str], keep: int, *, waits: bool = True) -> Path:
         """Save the run; its folder.
@@ -101,7 +110,10 @@ class RunCheckpoints:
         state = state_of_rollout(rollout, self.attached)
         self._warn_of_restarts(state)
         path = Path(folder) / f"{_NAME}{rollout.num_steps:012d}"
-        self._written = self._writer.submit(_write, path, state, keep)
+        try:
+            self._written = self._writer.submit(_write, path, state, keep)
+        except RuntimeError:
+            raise RunError("the rollout was closed, by another thread, while its state was read") from None
         if waits:
             self._raise_written()
         self._last = monotonic()
@@ -109,11 +121,19 @@ class RunCheckpoints:
 
     def end(self) -> None:
         """End with the run. Raises what writing the last one has raised."""
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+        self._has_ended = True
         self._writer.shutdown()
+        self._pass_on()
         self._raise_written()
+
+    def _pass_on(self) -> None:
+        """Give SIGTERM back to the handler before, with one that came behind the last round."""
+        if self._before is None or threading.current_thread() is not threading.main_thread():
+            return  # no other thread can do it: it is done when the next one comes
+        before, self._before = self._before, None
+        signal.signal(signal.SIGTERM, before)
+        if self._is_told:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _raise_written(self) -> None:
         written, self._written = self._written, None
@@ -122,6 +142,8 @@ class RunCheckpoints:
 
     def _end_soon(self, *of_signal: Any) -> None:
         self._is_told = True
+        if self._has_ended:
+            self._pass_on()
 
     def _warn_of_restarts(self, state: State) -> None:
         for lane, environments in enumerate(state["environments"]):
@@ -143,7 +165,7 @@ def state_of_rollout(rollout: Any, attached: Mapping[str, Any]) -> State:
     def stand(waiting: Sequence[Any]) -> State:
         return {
             "acting": _copied(acting.weights.get_state(acting.copy)),
-            "pipelines": {name: pipeline.get_state() for name, pipeline in _pipelines(rollout)},
+            "pipelines": {name: _copied(pipeline.get_state()) for name, pipeline in _pipelines(rollout)},
             "lanes": [state_of_lane(lane) for lane in environments.lanes],
             "environments": environments.get_state(),
             "vector_steps": environments.vector_steps,
@@ -167,6 +189,7 @@ def state_of_rollout(rollout: Any, attached: Mapping[str, Any]) -> State:
         "metrics": rollout.metrics.get_state(),
         "returns": rollout.returns.get_state(),
         "rounds": rollout._rounds.get_state(lambda fragment: _plain(rollout, fragment)),
+        "open_episodes": _copied(rollout._rounds.collector.get_state()),
         "log_rounds": rollout.log.rounds,
         "num_steps": rollout.num_steps,
         "steps_before": rollout._steps_before,
@@ -198,6 +221,7 @@ def restore(rollout: Any, state: Mapping[str, Any]) -> None:
         rollout._credits.set_state(state["credits"])
         rollout.returns.set_state(state["returns"])
         rollout._rounds.set_state(state["rounds"], lambda plain: _fragment(rollout, plain))
+        rollout._rounds.collector.set_state(state["open_episodes"])
         rollout._waiting = [_fragment(rollout, each) for each in state["waiting"]]
     else:
         steps = state["num_steps"]
@@ -256,7 +280,8 @@ def _plain(rollout: Any, fragment: Any) -> State:
     lane = rollout.environments.lanes[fragment.lane]
     message = message_of(0, fragment, lane.observation_spaces, {})
     rest = {**message.rest, "infos": [plain_infos(each) for each in fragment.infos]}
-    return {"lane": fragment.lane, "columns": message.columns, "rest": rest}
+    columns: State = {name: map_tree(np.copy, rows) for name, rows in message.columns.items()}
+    return {"lane": fragment.lane, "columns": columns, "rest": _copied(rest)}
 
 
 def _fragment(rollout: Any, plain: Mapping[str, Any]) -> Any:
@@ -267,12 +292,14 @@ def _fragment(rollout: Any, plain: Mapping[str, Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A state of tensors, numbers, lists and dicts, with copies of the tensors."""
+    """A state with copies of its tensors, arrays, lists, tuples and dicts: what is written later is what it was."""
     if torch.is_tensor(value):
         return value.detach().clone()
-    if isinstance(value, Mapping):
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _generators() -> State:
@@ -307,6 +334,12 @@ def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
     write_file(made / MANIFEST, manifest_bytes(manifest | {"state": plain}))
     shutil.rmtree(path, ignore_errors=True)
     os.rename(made, path)
+    there = _there(path.parent)
+    for later in there[there.index(path) + 1 :]:  # of a run before, which the next `resume` would go on from
+        aside = later.with_name(f"other-{later.name}")
+        logger.warning("%s is of another run, which was longer: it is moved to %s", later, aside.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(later, aside)
     for old in _there(path.parent)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 

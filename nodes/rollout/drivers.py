@@ -124,7 +124,13 @@ class Driver:
                 errors.append(error)
             is_done.set()
 
-        self._command(stand)
+        if self._thread is None:
+            with self._at_work:  # `close` may come from another thread
+                stand()
+                if self._is_left:
+                    self._end()
+        else:
+            self._command(stand)
         while not (is_done.wait(_LOOK_S) or self._has_stopped.is_set()):
             pass
         if errors:

@@ -28,7 +28,7 @@ from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import Acting, acting_for, pieces_given
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.stream.data.closing import closing_on_error
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.observe.waits import Sign
@@ -166,9 +166,14 @@ class Rollout(RolloutLoop[Fragment]):
     def attach(self, **objects: Any) -> None:
         """Save what these have learnt with the run: optimizers, schedules, whatever has state_dict and load_state_dict.
 
-        In a run that goes on with another one they load what was saved there under their names.
+        In a run that goes on with another one they load what was saved there under their names. Raises ValueError for
+        an object that lacks one of the two.
         """
         for name, each in objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise ValueError(
+                    f"attach({name}=…) is given {shown(each)}, expected an object with state_dict and load_state_dict"
+                )
             if name in self._checkpoints.saved:
                 each.load_state_dict(self._checkpoints.saved.pop(name))
             self._checkpoints.attached[name] = each

@@ -107,6 +107,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 begin_lane = partial(acts.begin_lane, seed=options.seed)
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
+            if options.checkpoints is not None:
+                self._check_place("checkpoints are")
             if by_lane:
                 self._check_deterministic()
                 self.environments.keeps_order = True
@@ -138,13 +140,16 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     def _check_deterministic(self) -> None:
         """Raise ValueError if lanes can't be kept in order where they are."""
-        place = type(self.environments).__name__
         if self._options.forward.joins_lanes:
             raise ValueError(f"deterministic=True, but {JOINT_PASSES}, which are of whoever is ready; expected neither")
+        self._check_place("deterministic=True is")
+
+    def _check_place(self, what: str) -> None:
+        """Raise ValueError, which begins with `what`, for a place where lanes can't be kept in order, or saved."""
         if not isinstance(self.environments, (Environments, ThreadEnvironments, ProcessEnvironments)):
             raise ValueError(
-                f"deterministic=True is for environments that step here, in threads or in worker processes, and these "
-                f"are {place}; expected where='inline', 'threads' or 'processes'"
+                f"{what} for environments that step here, in threads or in worker processes, and these are "
+                f"{type(self.environments).__name__}; expected where='inline', 'threads' or 'processes'"
             )
 
     # Parts of a rollout
@@ -224,6 +229,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
+        if self._options.checkpoints is not None:
+            raise GraphError("checkpoints are saved by a loop over the rollout, and no graph has one; expected none")
         self._check_fits()
         self._is_in_graph, self.environments.may_wait = True, False
         self.environments.report_lanes_to(self._credits)
@@ -255,6 +262,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._doctor.start()
             self._checkpoints.begin()
             self._drive.begin_with(self._waiting)
+            self._waiting = ()
             self._drive.start()
             if self._generators is not None:
                 set_generators(self._generators)

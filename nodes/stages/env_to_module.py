@@ -124,6 +124,10 @@ class CuttingStage(Generic[L, P]):
         fragment = self.cut(lane)
         if self._num_fragments is None or fragment.sequence + 1 < self._num_fragments:
             return self._result(lane, fragment)
+        return self._finished(lane, fragment)
+
+    def _finished(self, lane: L, fragment: "AnyFragment | None") -> P:
+        """The result for a lane that stops, with its last fragment, if that is not in the run before."""
         if self._relay is not None:
             self._relay.lane_finished(lane.index, lane.sequence)
         self._going -= 1
@@ -207,6 +211,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 self._show_ended(lane)
             if lane.index not in self._lanes:
                 self._take_in(lane)
+                if self._num_fragments is not None and lane.sequence >= self._num_fragments:
+                    return self._finished(lane, None)  # in the run that was saved
                 if lane.is_restored:
                     return self._ready[lane.index]
             episodes, shared_data = lane.episodes, lane.shared_data

@@ -561,7 +561,7 @@ class OrderedCredits(FragmentCredits):
         return True
 
     def releasing(self, lanes: Sequence[int]) -> Callable[[], None]:
-        versions = {module: weights.version for module, (_, weights) in self._acting.by_id.items()}
+        versions = {module: weights.mark_newest() for module, (_, weights) in self._acting.by_id.items()}
 
         def release() -> None:
             for lane in lanes:

@@ -59,6 +59,20 @@ class EpisodeCollector:
         """Transitions of the episodes that have not ended."""
         return sum(episode.num_steps for episode in self._open.values())
 
+    def get_state(self) -> dict[str, Any]:
+        """The open episodes, of environments with one agent: none is copied."""
+        opened = [[*place, vars(each) | {"agents": vars(each.agents[None])}] for place, each in self._open.items()]
+        return {"headless_steps": self.headless_steps, "open": opened}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave."""
+        self.headless_steps = state["headless_steps"]
+        for lane, env, fields in state["open"]:
+            episode, agent = OpenEpisode.__new__(OpenEpisode), AgentSteps.__new__(AgentSteps)
+            vars(agent).update(fields["agents"])
+            vars(episode).update(fields | {"agents": {None: agent}})
+            self._open[lane, env] = episode
+
     def add(self, fragment: AnyFragment) -> AnyFragment | None:
         """Take the next fragment of a lane; return the episodes that end in it, in the order of slots, or None."""
         ended: list[OpenEpisode] = []

@@ -98,8 +98,9 @@ class LanesElsewhere(LaneSource):
         """Lanes in the order of their numbers, vector step by vector step; those that are set aside when they come."""
         self.order = self.order or deque(lane.index for lane in self.lanes)
         for lane in lanes:
-            if lane.is_set_aside:
+            if lane.is_set_aside and lane.index in self.order:
                 self.order.remove(lane.index)
+            if lane.index not in self.order:  # it may have given its last fragment in an earlier run
                 yield lane
             else:
                 self.in_flight += 1  # still

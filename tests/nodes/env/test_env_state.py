@@ -213,5 +213,8 @@ def test_one_that_draws_from_its_generator_alone_is_stepped_to_where_it_stood() 
 
 
 def test_one_that_comes_to_something_else_is_found() -> None:
-    with pytest.raises(EnvError, match=r"the same actions from the same seed give another observation after \d+ steps"):
+    text = r"the same actions from the same seed give another observation or reward after \d+ steps"
+    with pytest.raises(EnvError, match=text):
         replayed(Clocked)
+    with pytest.raises(EnvError, match=text):  # no reset begins the mean anew
+        replayed(lambda: wrappers.NormalizeReward(Silent()))

@@ -1,11 +1,13 @@
 """Checkpoints: a run that was saved and goes on gives what it would have given, and loses and doubles nothing."""
 
+import contextlib
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +24,8 @@ from walk_env import Walk
 
 from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout
 from rollflow.nodes import RandomModule
-from rollflow.stream import RunError
+from rollflow.nodes.rollout.checkpoint import state_of_rollout
+from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.tree import leaves_of
 
@@ -358,3 +361,143 @@ def test_seeds_of_another_beginning_are_others(tmp_path: Path) -> None:
     with (resumed := Rollout.resume(tmp_path, Walk)):
         again = next(resumed.fragments()).column("obs")[0]
     assert not np.array_equal(first, again)
+
+
+def test_whole_episodes_have_what_was_held_back_when_the_run_was_saved(tmp_path: Path) -> None:
+    def whole(run: Rollout, number: int) -> list[Any]:
+        with run:
+            fragments = run.fragments(complete_episodes=True)
+            of_each = (
+                each for _, fragment in zip(range(number), fragments, strict=False) for each in fragment.episodes()
+            )
+            found = [
+                (each.id_, digest({"": each.get_observations(), "infos": len(each.get_infos())})) for each in of_each
+            ]
+            run.save(tmp_path)
+        return found
+
+    expected = whole(begun(fragment_length=5), 12)
+    assert whole(begun(fragment_length=5), 4) + whole(Rollout.resume(tmp_path), 8) == expected
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_lanes_stop_after_as_many_fragments_as_if_the_run_had_gone_on(lanes: int, stop: int, tmp_path: Path) -> None:
+    with (run := begun(num_fragments=3, lanes=lanes)):
+        for number, _ in enumerate(run.batches(), 1):
+            if number == stop:
+                run.save(tmp_path)
+    with (resumed := Rollout.resume(tmp_path)):
+        assert len(list(resumed.batches())) == 3 - stop
+    assert resumed.num_steps == run.num_steps
+
+
+def test_a_save_that_comes_when_environments_have_ended_does_not_end_the_loop(tmp_path: Path, caplog: Any) -> None:
+    with (run := begun(prefetch=3, num_fragments=3, checkpoints=Checkpoints(tmp_path, every_s=1e-9))):
+        batches = run.batches()
+        next(batches)
+        assert run._drive is not None
+        run._drive._has_stopped.wait()
+        run._checkpoints._written.result()  # the first one: the next is due
+        assert len(list(batches)) == 2
+    assert "no checkpoint is saved: the run has ended" in caplog.text
+
+
+def test_a_folder_of_a_longer_run_keeps_the_new_one(tmp_path: Path, caplog: Any) -> None:
+    with (run := begun(fragment_length=32)):
+        next(run.batches())
+        longer = run.save(tmp_path)
+    with (run := begun()):
+        next(run.batches())
+        path = run.save(tmp_path)
+    assert f"{longer} is of another run, which was longer: it is moved to other-{longer.name}" in caplog.text
+    assert path.is_dir()
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / f"other-{longer.name}"]
+
+
+def test_sigterm_behind_the_last_round_is_passed_on(tmp_path: Path) -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        with (run := begun(checkpoints=Checkpoints(tmp_path))):
+            next(run.batches())
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert told == []
+        assert told == [signal.SIGTERM]
+        (run := begun(checkpoints=Checkpoints(tmp_path))).start()
+        closing = threading.Thread(target=run.close)
+        closing.start()
+        closing.join()
+        assert not run.is_running
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Live:
+    """Something that learns in arrays of its own, and shows them as they are."""
+
+    def __init__(self) -> None:
+        self.state = {"array": np.zeros(3), "pair": (torch.zeros(2), [0])}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_what_is_captured_does_not_change_while_it_is_written(tmp_path: Path) -> None:
+    live = Live()
+    with (run := begun()):
+        run.attach(live=live)
+        next(run.batches())
+        state = state_of_rollout(run, {"live": live})["attached"]["live"]
+        live.state["array"] += 1
+        live.state["pair"][0].add_(1)
+        live.state["pair"][1][0] = 1
+        assert (state["array"].sum(), state["pair"][0].sum(), state["pair"][1]) == (0, 0, [0])
+        run.save(tmp_path)
+    with Rollout.resume(tmp_path) as resumed:
+        resumed.attach(live=(other := Live()))
+    assert digest({"": other.state}) == digest({"": live.state})
+
+
+def test_what_can_not_be_saved_is_refused_before_the_run(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoints are for environments that step here, .* RolloutProcesses"):
+        begun(where="rollouts", workers=1, checkpoints=checkpoints)
+    run = begun(checkpoints=checkpoints)
+    with pytest.raises(ValueError, match=r"attach\(optimizer=…\) is given 3, expected an object with state_dict"):
+        run.attach(optimizer=3)
+    with pytest.raises(GraphError, match="checkpoints are saved by a loop over the rollout"):
+        run.graph()
+
+
+def test_weights_that_no_round_ends_with_are_not_kept() -> None:
+    with (run := begun(deterministic=True)):
+        for number, _ in enumerate(run.batches(), 1):
+            for _ in range(9):
+                run.publish(run.module.state_dict())
+            assert len(run._acting.weights.get_state(run._acting.copy)["waiting"]) == 1
+            if number == 3:
+                break
+
+
+def test_a_close_from_another_thread_waits_until_the_state_is_read(tmp_path: Path) -> None:
+    class Slow(Numbers):
+        def get_state(self) -> dict[str, Any]:
+            reading.set()
+            closing.join(0.1)
+            return super().get_state()
+
+    reading = threading.Event()
+    with (run := begun(lambda: Slow(0, lengths=(3, 9)), module=RandomModule, num_envs=1)):
+        closing = threading.Thread(target=lambda: (reading.wait(), run.close()))
+        next(run.batches())
+        closing.start()
+        with contextlib.suppress(RunError):  # it was closed before the state was written
+            run.save(tmp_path)
+        closing.join()
+    assert not run.is_running
