@@ -86,6 +86,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                   beside its own.
         on_excess        "drop"   What is done with older ones: see `LagBound`.
         log              None     Where its figures are written: see `Rollout`.
+        deterministic    False    Keep lanes in order: see `Rollout`.
         watch            Watch    `Watch`: the stall doctor, a trace, what pieces log into.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
                                   breakpoint stops right there. In a graph the graph says what runs where.
