@@ -47,9 +47,9 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2015, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1986, 18),  # saves beside a close, SIGTERM passed on; checkpoints of runs; checkpoints of runs
+    "nodes/rollout": (1987, 18),  # a look for Ctrl-C; saves beside a close, SIGTERM passed on; checkpoints of runs
     "nodes/stages": (2032, 22),  # lanes that had stopped; lanes in order; columns, faults on a device
-    "policy": (379, 3),  # observations and sessions counted; the package asked for when a client is made
+    "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (844, 20),
     "rollflow": (64, 0),  # a name more
     "sinks": (81, 1),  # the locked folder of replays and datasets
@@ -61,9 +61,9 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/data": (1432, 37),  # errors of checkpoints; columns on a device, and their page
     "stream/episodes": (1670, 13),
     "stream/fragments": (1557, 20),  # a lane that goes on from another; ready slots and their answers, from nodes/env
-    "stream/graph": (2584, 34),  # a ring that stands still; tasks that read several outputs
+    "stream/graph": (2585, 34),  # a look for Ctrl-C; a ring that stands still; tasks that read several outputs
     "stream/multi_agent": (1431, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
-    "stream/net": (908, 13),  # sockets that listen and ends of connections, from nodes/env/remote; what they are of
+    "stream/net": (932, 13),  # ends that go before TLS begins, a look before it; sockets that listen, and ends of connections
     "stream/observe": (1250, 18),
     "stream/wire": (969, 17),
     "stream/wire/codec": (1138, 30),
