@@ -15,6 +15,7 @@ import anyio.lowlevel
 
 from rollflow.nodes.stages.rounds import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
+from rollflow.stream.graph.background import INTERRUPT_S
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import NodeMeter, clock
@@ -207,7 +208,7 @@ class Driver:
         """Wait until there is a fragment, or no more come."""
         if self._thread is not None:
             while not self._fragments:
-                self._arrived.wait()
+                self._arrived.wait(INTERRUPT_S)
                 self._arrived.clear()
             return
         try:

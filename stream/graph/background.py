@@ -12,6 +12,8 @@ from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node import Background
 from rollflow.stream.graph.wakeup import Wakeup
 
+INTERRUPT_S = 0.5  # a signal that comes just before a wait, or in another thread, does not end it: look for one
+
 
 class AtWork:
     """Block in which this thread only waits for background nodes: the time counts as busy for their meters.
@@ -38,6 +40,8 @@ class AtWork:
 def wait_for_any(nodes: Iterable[tuple[Background, NodeMeter]], bell: Wakeup) -> None:
     """Block until a node that has items in flight has completed something, its patience is over, or a bell rings.
 
+    Returns after INTERRUPT_S in any case, so that the interpreter handles signals.
+
     nodes    nodes and their meters; the time counts for those that are waited for
     bell     is silenced
     """
@@ -49,7 +53,7 @@ def wait_for_any(nodes: Iterable[tuple[Background, NodeMeter]], bell: Wakeup) ->
             poll.register(fd, POLLIN)
     least = least_patience(awaited)
     with AtWork([meter for _, meter in awaited]):
-        ready = poll.poll(None if least is None else least * 1e3)
+        ready = poll.poll(1e3 * (INTERRUPT_S if least is None or least > INTERRUPT_S else least))
     if bell.fileno() in dict(ready):
         bell.silence()
 

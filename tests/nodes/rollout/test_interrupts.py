@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -318,6 +319,45 @@ def test_it_ends_a_wait(place: str, press_in_reader: Raise) -> None:
             steps, _, told = read(rollout, learns=False)
             check_ended(rollout, told, [], steps)
         pressing.join()
+
+
+class Waits(NumberedEnv):
+    """Waits in the first step of an episode until an event is set."""
+
+    may_go_on: threading.Event
+
+    def step(self, action: Any) -> Any:
+        if self.step_number == 0:
+            self.may_go_on.wait()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("way", ["ahead", "threads"])
+def test_it_ends_a_wait_though_it_comes_just_before(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that another thread takes does not end a wait of the main one, as one that comes before it."""
+    may_go_on, gathering = threading.Event(), threading.Event()
+    monkeypatch.setattr(Waits, "may_go_on", may_go_on, raising=False)
+    rollout = Rollout([partial(Waits, slot) for slot in range(3)], module=NumberedModule(), **OPTIONS, **WAYS[way])
+    tell_gathering(rollout, gathering)
+
+    def press() -> None:
+        gathering.wait()
+        time.sleep(0.1)  # until the reader waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        handled.wait(20)
+        may_go_on.set()
+
+    handled = threading.Event()
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with no_thread_left(), pytest.raises(KeyboardInterrupt), rollout:
+        try:
+            next(rollout.fragments())
+        finally:
+            was_held = not may_go_on.is_set()
+            handled.set()
+    assert was_held
+    pressing.join()
 
 
 @pytest.mark.parametrize("kind", KINDS)
