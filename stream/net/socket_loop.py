@@ -1,5 +1,6 @@
 """Loop that owns the sockets of one end of a wire: it accepts, dials, reads, writes and keeps time."""
 
+import errno
 import logging
 import os
 import select
@@ -20,7 +21,7 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
-from rollflow.stream.net.dialler import Dialled, Dialler
+from rollflow.stream.net.dialler import Dialled, Dialler, problem_of
 from rollflow.stream.net.transport import TlsTransport, Transport
 
 logger = logging.getLogger(__name__)
@@ -373,7 +374,10 @@ class SocketLoop(Generic[P]):
         self._greet(sock, name, now, None)
 
     def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
-        """Add a peer with a connection of the handler's by a socket, which is closed if making them raises."""
+        """Add a peer with a connection of the handler's by a socket, which is closed if making them raises.
+
+        There is none if the other end has gone already.
+        """
         with closing_on_error(sock.close):
             connection = self._handler.connection(now)
             transport: Transport
@@ -381,7 +385,17 @@ class SocketLoop(Generic[P]):
                 transport = (DescriptorTransport if self._shares else Transport)(sock, connection)
             else:
                 address = None if dialled is None else dialled.address
-                transport = TlsTransport(sock, connection, self._tls, dialled=address)
+                try:
+                    sock.getpeername()  # while the socket is ours to close
+                    transport = TlsTransport(sock, connection, self._tls, dialled=address)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTCONN, errno.ECONNRESET):
+                        raise
+                    sock.close()
+                    if dialled is not None:
+                        dialled.problem = problem_of(error)
+                        self.dialler.lost(dialled)
+                    return
             peer: Any = self._peer(transport, connection, where, dialled=dialled)
         self.add(peer)
 

@@ -4,6 +4,7 @@ import logging
 import select
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -272,6 +273,22 @@ def test_a_socket_that_nobody_can_greet_is_closed(looped: Looped) -> None:
                 looped.serve()
             assert other.recv(1) == b""
             assert raised.tb
+
+
+def test_one_who_has_gone_before_it_is_greeted_disturbs_nothing(
+    looped: Looped, certificates: dict[str, ssl.SSLContext]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        looped.loop.listen([listener], certificates["server"])
+        with socket.create_connection(listener.getsockname()) as other:
+            other.sendall(b"?")
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
+        looped.serve()
+        assert list(looped.loop.peers) == looped.peers
+        with socket.create_connection(listener.getsockname()):
+            looped.serve()
+            assert len(looped.loop.peers) == 3
 
 
 class Exhausted(socket.socket):
