@@ -340,7 +340,9 @@ class PolicyClient(ClosedOnExit):
 
     def _has_memory(self, fields: Mapping[str, Any]) -> bool:
         """True if what is asked for may change a session: it is not asked for by another connection again."""
-        return "forget" not in fields and "policy" in fields and self._policies[fields["policy"]].has_memory
+        sessions = fields.get("sessions", [fields.get("session")])
+        policy = self._policies.get(fields.get("policy", ""))  # which a server that was started anew may lack
+        return policy is not None and policy.has_memory and any(each is not None for each in sessions)
 
     def _next(self, mail: "SimpleQueue[Any]", until: float) -> Any:
         """What comes of a request next. Raises UnansweredError if nothing comes in time."""

@@ -109,7 +109,7 @@ export class PolicyClient {
     const text = JSON.stringify({ id, ...fields });
     return new Promise((resolve, reject) => {
       if (this.#ending !== null) return reject(this.#ending);
-      const again = !this.#policies[fields.policy].has_memory;
+      const again = fields.session === null || !this.#policies[fields.policy]?.has_memory;
       this.#asked.set(id, { text, resolve, reject, isSent: this.#socket !== null, again });
       this.#socket?.send(text);
     });

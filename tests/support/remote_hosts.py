@@ -167,6 +167,10 @@ class BrokenWire:
             thread.join()
         self._listener.close()
 
+    def move_to(self, target: Any) -> None:
+        """Have what comes go to another address."""
+        self._target = target.host, target.port
+
     def go_down(self) -> None:
         """Cut what is there; what comes is cut as well, until `is_down` is set otherwise."""
         self.is_down = True

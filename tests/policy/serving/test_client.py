@@ -294,17 +294,17 @@ def test_a_session_goes_on_by_the_next_connection_until_the_server_forgets_it() 
             assert client.act([2, 0]).tolist() == [2.0, 0.0]
 
 
-@pytest.mark.parametrize("module", [Sums, Echo])
-def test_a_request_whose_connection_breaks_is_asked_again_unless_it_has_a_memory(module: Any) -> None:
+@pytest.mark.parametrize(("module", "session"), [(Sums, "default"), (Sums, None), (Echo, "default")])
+def test_a_request_whose_connection_breaks_is_asked_again_unless_it_has_a_memory(module: Any, session: Any) -> None:
     held = Held(policy_of(module))
     with served(held) as (_, server), broken_wire(server.url, lambda: None) as (wire, address):
         with client_of(address) as client, ThreadPoolExecutor(1) as pool:
-            acted = pool.submit(client.act, [1, 0])
+            acted = pool.submit(client.act, [1, 0], session=session)
             assert held.begun.acquire(timeout=30)
             wire.go_down()
             wire.is_down = False
             held.go.release(10)
-            if module is Echo:
+            if module is Echo or session is None:
                 assert acted.result(30).tolist() == [1.0, 0.0]
                 return
             with pytest.raises(UnansweredError, match="lost the connection while a request was under way"):
@@ -313,6 +313,21 @@ def test_a_request_whose_connection_breaks_is_asked_again_unless_it_has_a_memory
                 client.act([2, 0])
             client.reset()
             assert client.act([5, 0]).tolist() == [5.0, 0.0]
+
+
+def test_a_policy_that_the_next_server_lacks_is_named_after_a_break() -> None:
+    held = Held(policy_of(Sums))
+    with served(held) as (_, server), served(policy_of(Sums), names="b") as (_, other):
+        with broken_wire(server.url, lambda: None) as (wire, address):
+            with client_of(address) as client, ThreadPoolExecutor(1) as pool:
+                acted = pool.submit(client.act, [1, 0], policy="a")
+                assert held.begun.acquire(timeout=30)
+                wire.go_down()
+                wire.move_to(parse_address(other.url.replace("http", "tcp")))
+                wire.is_down = False
+                with pytest.raises(UnknownPolicyError, match="'a'"):
+                    acted.result(30)
+                held.go.release(10)
 
 
 def sums_of(client: PolicyClient, session: int, steps: int) -> int:
