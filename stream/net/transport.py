@@ -187,6 +187,7 @@ class TlsTransport(Transport):
         self._sock = self._tls = wrapped
         connection.queued = partial(_queued, self._tls)
         self._is_agreed = False
+        self._speaks_first = not is_server
         self._is_clear = False  # the other end speaks no TLS: the refusal goes out in the clear
 
     @property
@@ -224,19 +225,35 @@ class TlsTransport(Transport):
         """Go on to agree with the other end on how to encrypt. Raises BlockingIOError if that has to wait."""
         if self._is_agreed or self._is_clear:
             return
-        with contextlib.suppress(BlockingIOError):
-            if self.connection.is_new and (first := socket.socket.recv(self._sock, 1, socket.MSG_PEEK)):
+        if self.connection.is_new:
+            # What comes is looked at before TLS takes it: its next bytes would say nothing.
+            try:
+                first = socket.socket.recv(self._sock, 1, socket.MSG_PEEK)
+            except BlockingIOError:
+                if self._speaks_first:
+                    self._begin()
+                if self.connection.is_new:
+                    raise
+                first = b""
+            if first:
                 self.connection.is_new = False
                 if first[0] not in TLS_BEGINS:
                     self._is_clear = True
                     self._unsent.clear()
-                    with contextlib.suppress(ssl.SSLError):
-                        if not self._tls.server_side:  # by its first bytes the other end knows as well
-                            self._tls.do_handshake()
+                    if self._speaks_first:  # by its first bytes the other end knows as well
+                        self._begin()
                     self._refuse_mismatch(speaks_tls=True)
                     return
         self._tried(self._tls.do_handshake)
         self._is_agreed = True
+
+    def _begin(self) -> None:
+        """Say hello to an end that was dialled."""
+        self._speaks_first = False
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.do_handshake()
+        if self._tls.cipher() is not None:  # its answer has come meanwhile
+            self.connection.is_new = False
 
     def _tried(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """What an operation returns. Raises BlockingIOError if it has to wait, OSError if there is nobody more.

@@ -7,7 +7,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from time import monotonic
 
 import numpy as np
@@ -61,6 +61,50 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
     lines.drop(line)
     lines.close()
     client.close()
+
+
+@pytest.mark.parametrize("is_server", [False, True])
+def test_what_comes_while_tls_begins_is_no_sign_of_an_end_without_it(
+    certificates: dict[str, ssl.SSLContext], *, is_server: bool
+) -> None:
+    here, there = socket.socketpair()
+    there.setblocking(False)
+    one, another = ("server", "client") if is_server else ("client", "server")
+    connection = PassingEnd(Limits(), 0.0, 1 << 20)
+    dialled = None if is_server else TcpAddress("127.0.0.1", 1)
+    line = TlsTransport(here, connection, certificates[one], dialled=dialled)
+    other = certificates[another].wrap_socket(
+        there,
+        server_side=not is_server,
+        server_hostname="127.0.0.1" if is_server else None,
+        do_handshake_on_connect=False,
+    )
+    agree = line._tls.do_handshake
+
+    def agree_late() -> None:
+        """Agree, while the other end's next bytes come."""
+        line._tls.do_handshake = agree  # type: ignore[method-assign]
+        if is_server:
+            with suppress(ssl.SSLWantReadError):
+                other.do_handshake()
+            agree()
+            return
+        with suppress(ssl.SSLWantReadError):
+            agree()
+        with suppress(ssl.SSLWantReadError):
+            other.do_handshake()
+        agree()
+
+    line._tls.do_handshake = agree_late  # type: ignore[method-assign, assignment]
+    for _ in range(9):
+        line.write()
+        assert line.read(0.0) == []
+        with suppress(ssl.SSLWantReadError):
+            other.do_handshake()
+    assert connection.is_open
+    assert line._is_agreed
+    line.close()
+    other.close()
 
 
 def test_what_is_much_is_sent_bit_by_bit_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
