@@ -63,7 +63,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/fragments": (1557, 20),  # a lane that goes on from another; ready slots and their answers, from nodes/env
     "stream/graph": (2585, 34),  # a look for Ctrl-C; a ring that stands still; tasks that read several outputs
     "stream/multi_agent": (1431, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
-    "stream/net": (932, 13),  # ends that go before TLS begins, a look before it; sockets that listen, and ends of connections
+    "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1250, 18),
     "stream/wire": (969, 17),
     "stream/wire/codec": (1138, 30),
