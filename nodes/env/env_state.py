@@ -30,6 +30,7 @@ _AS_MADE = "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "model", "ale"
 _NO_STATE_NAMES = frozenset({*_OF_DRAWING, *_AS_MADE})
 _SEQUENCES = {"list": list, "tuple": tuple, "deque": deque, "set": set}
 _START = "episode_start_time"  # of `RecordEpisodeStatistics`, by the clock of a process
+_LARGE = "rollflow.int"
 _SAME, _KEPT = "same", "kept"  # as a thing that was read before; as it was made
 
 
@@ -41,6 +42,15 @@ def state_of(env: Any, *, any_class: bool = False) -> dict[str, Any]:
     Raises EnvError, which names the part, for an environment with state that can't be read.
     """
     return _Reader(any_class).object(env, type(env).__name__)
+
+
+def is_readable(env: Any) -> bool:
+    """True if the state of an environment can be read. Once it has been reset."""
+    try:
+        state_of(env)
+    except EnvError:
+        return False
+    return True
 
 
 def set_state(env: Any, state: Mapping[str, Any]) -> None:
@@ -57,11 +67,12 @@ class RecordedEnv:
     That holds for an environment that draws from its `np_random` alone, and for an Atari emulator. What the last step
     gives there, but for infos, is compared with what it gave here.
 
-    reset, step    to be called in place of the environment's
+    env            the environment
+    reset, step    to be called in place of its own
     """
 
     def __init__(self, env: Any) -> None:
-        self._env, self.unwrapped = env, env.unwrapped
+        self.env, self.unwrapped = env, env.unwrapped
         self._began: dict[str, Any] = {}  # what the last reset drew from, and what it began with
         self._actions: list[Any] = []
         self._newest: Any = None
@@ -69,7 +80,7 @@ class RecordedEnv:
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         """Reset it, and record from here on."""
         drawn = _as_text(_bits(self.unwrapped.np_random).state)
-        answer = self._env.reset(seed=seed, options=options)
+        answer = self.env.reset(seed=seed, options=options)
         emulated = _emulated(self.unwrapped) if hasattr(self.unwrapped, "clone_state") else None
         self._began = {"drawn": drawn, "seed": seed, "emulated": emulated}
         self._actions, self._newest = [], map_tree(_copied, answer[:1])
@@ -78,7 +89,7 @@ class RecordedEnv:
     def step(self, action: Any) -> Any:
         """Step it, and record the action."""
         self._actions.append(map_tree(_copied, action))
-        answer = self._env.step(action)
+        answer = self.env.step(action)
         self._newest = map_tree(_copied, answer[:4])
         return answer
 
@@ -97,7 +108,7 @@ class RecordedEnv:
             self.step(action)
         if not all(map(_is_same, leaves_of(self._newest), leaves_of(state["newest"]))):
             raise EnvError(
-                f"{self._env}: the same actions from the same seed give another observation or reward after "
+                f"{self.env}: the same actions from the same seed give another observation or reward after "
                 f"{len(state['actions'])} steps; expected an environment that draws from self.np_random alone, or one "
                 "with get_state() and set_state(state)"
             ).see("state of environments")
@@ -151,6 +162,22 @@ def _is_same(one: Any, other: Any) -> bool:
     return np.array_equal(one, other, equal_nan=is_float)
 
 
+def _own_of(value: Any) -> Any:
+    """A copy of what an environment says of itself; integers that no message can have are text."""
+    if isinstance(value, dict):
+        return {key: _own_of(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_own_of, value))
+    is_large = type(value) is int and not -(2**63) <= value < 2**63
+    return {_LARGE: str(value)} if is_large else _copied(value)
+
+
+def _own_from(value: Any) -> Any:
+    if isinstance(value, dict):
+        return int(value[_LARGE]) if _LARGE in value else {key: _own_from(each) for key, each in value.items()}
+    return type(value)(map(_own_from, value)) if isinstance(value, list | tuple) else value
+
+
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
@@ -168,7 +195,10 @@ class _Reader:
         state: dict[str, Any] = {"class": _class_of(owner)}
         if all(callable(getattr(type(owner), name, None)) for name in ("get_state", "set_state")):
             inner = {"env": self.value(owner.env, f"{where}.env")} if isinstance(owner, gym.Wrapper) else {}
-            return state | {"own": map_tree(_copied, owner.get_state()), "values": inner}
+            drawn = getattr(owner, "_np_random", None)
+            if isinstance(drawn, np.random.Generator):
+                inner["_np_random"] = {"generator": _as_text(_bits(drawn).state)}
+            return state | {"own": _own_of(owner.get_state()), "values": inner}
         if not (self._any_class or type(owner).__module__.partition(".")[0] in _PACKAGES):
             raise self._unreadable(where, type(owner).__qualname__)
         if hasattr(owner, "clone_state"):
@@ -227,8 +257,6 @@ class _Writer:
         self._made.append(owner)
         if state["class"] != _class_of(owner):
             raise EnvError(f"{where} is a {_class_of(owner)}, expected a {state['class']}: the state is of one")
-        if "own" in state:
-            owner.set_state(state["own"])
         if "ale" in state:
             _set_emulated(owner, state["ale"])
         now = vars(owner)
@@ -236,6 +264,8 @@ class _Writer:
             now[name] = self.value(now.get(name), value, f"{where}.{name}")
         if _START in state["values"]:
             now[_START] = time.perf_counter() - now[_START]
+        if "own" in state:
+            owner.set_state(_own_from(state["own"]))
 
     def value(self, now: Any, state: Any, where: str) -> Any:
         """The value of an attribute, or of a part of one. What is no value keeps its place, and is given the state."""

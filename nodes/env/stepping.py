@@ -16,7 +16,7 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 from optree import PyTreeSpec
 
-from rollflow.nodes.env.env_state import RecordedEnv, set_state, state_of
+from rollflow.nodes.env.env_state import RecordedEnv, is_readable, set_state, state_of
 from rollflow.nodes.env.observation_check import (
     CHECKED_STEPS,
     STEP_GIVES,
@@ -94,6 +94,7 @@ class LaneVectorEnv:
         # What is reset and stepped one by one: the environments, or what records the steps of those in `_recorded`.
         self._each: list[Any] = list(cast("SyncVectorEnv", env).envs) if self._is_one_by_one else [env]
         self._recorded: dict[int, RecordedEnv] = {}
+        self._drops_records = False
         self.tell_resets(nothing)
 
     def tell_resets(self, turn: Turn) -> bool:
@@ -118,6 +119,8 @@ class LaneVectorEnv:
             observations, infos = reset_with(self.env, seeds, options)
             self._note_tensors(observations)
         self._check.slots(observations, dtypes=not self._is_one_by_one)
+        if self._drops_records:
+            self._drop_records()
         return observations, infos
 
     def record_actions(self, slots: Sequence[int] | None = None) -> None:
@@ -126,9 +129,17 @@ class LaneVectorEnv:
         slots    of these environments; None: of those whose state can't be read
         """
         for slot, env in enumerate(self._each if self._is_one_by_one else ()):
-            is_recorded = "restart" in self._state_of(slot) if slots is None else slot in slots
-            if is_recorded and slot not in self._recorded:
+            if slot not in self._recorded and (slots is None or slot in slots):
                 self._each[slot] = self._recorded[slot] = RecordedEnv(env)
+        self._drops_records |= slots is None
+        self.tell_resets(self._turn)
+
+    def _drop_records(self) -> None:
+        """Record no more the steps of environments whose state can be read, once they have been reset."""
+        self._drops_records = False
+        for slot, recorded in list(self._recorded.items()):
+            if is_readable(recorded.env):
+                self._each[slot] = self._recorded.pop(slot).env
         self.tell_resets(self._turn)
 
     def get_state(self) -> list[dict[str, Any]]:

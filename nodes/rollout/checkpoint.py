@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from time import monotonic
@@ -37,7 +38,15 @@ from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.lane_state import go_on, infos_of, plain_infos, state_of_lane
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
 from rollflow.stream import wire
-from rollflow.stream.data.errors import CheckpointError, PolicyError, RunError, StallError, shown
+from rollflow.stream.data.errors import (
+    CheckpointError,
+    PolicyError,
+    RunError,
+    StallError,
+    noted,
+    shown,
+    warn_caller,
+)
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.lane import Lane
 
@@ -57,32 +66,54 @@ class RunCheckpoints:
     rollout    a `RolloutLoop`
     how        their folder, how often and how many; None: only what is asked for
 
-    attached    objects with `state_dict` and `load_state_dict`, by name, that are saved with it
-    saved       their states in the run that this one goes on with
+    attached        objects with `state_dict` and `load_state_dict`, by name, that are saved with it
+    saved           their states in the run that this one goes on with, of those that were not attached yet
+    resumed_from    the checkpoint that this run goes on from
+    thread          of the loop
     """
 
     def __init__(self, rollout: Any, how: Checkpoints | None) -> None:
         self.attached: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}
+        self.resumed_from: Path | None = None
         self._rollout, self._how = weakref.ref(rollout), how  # it holds these
         self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
         self._written: Future[None] | None = None
         self._last = 0.0
-        self._before: Any = None  # handler of SIGTERM
+        self.thread = 0
+        self._before: Any = None  # handler of SIGTERM, if it was replaced
         self._is_told = False  # to end, by SIGTERM
         self._has_ended = False
         self._warned: set[str] = set()
+        self._kept: dict[str, Any] = {}  # what was saved of objects that nobody has attached
 
     def begin(self) -> None:
-        """Begin with the run: the first one is due after the time that there is to be between two."""
-        self._last = monotonic()
+        """Begin with the run: the first one is due after the time that there is to be between two.
+
+        Raises CheckpointError for a folder that can't be made, or has another run's.
+        """
+        self._last, self.thread = monotonic(), threading.get_ident()
+        how = self._how
+        if how is None:
+            return
+        folder = _made(how.folder)
+        if _there(folder) and (self.resumed_from is None or self.resumed_from.parent != folder):
+            raise CheckpointError(
+                f"{folder} has checkpoints of another run; expected Rollout.resume({str(folder)!r}), or another folder"
+            )
         in_main = threading.current_thread() is threading.main_thread()
-        if self._how is not None and self._how.on_sigterm and in_main:
+        if how.on_sigterm and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTERM, self._end_soon) or signal.SIG_DFL
 
     def look(self) -> None:
         """Save if it is time. Between two rounds, in the loop's thread. Raises SystemExit after SIGTERM."""
-        how = self._how
+        how, self.thread = self._how, threading.get_ident()
+        if self.saved:
+            names = ", ".join(self.saved)
+            warn_caller(
+                f"the checkpoint has {names}, which nothing was given: rollout.attach({names}=…)", RuntimeWarning
+            )
+            self._kept, self.saved = self.saved, {}
         if how is None:
             return
         is_due = monotonic() - self._last >= how.every_s and (self._written is None or self._written.done())
@@ -108,8 +139,9 @@ class RunCheckpoints:
         self._raise_written()
         rollout: Any = self._rollout()
         state = state_of_rollout(rollout, self.attached)
+        state["attached"] = self._kept | self.saved | state["attached"]
         self._warn_of_restarts(state)
-        path = Path(folder) / f"{_NAME}{rollout.num_steps:012d}"
+        path = _made(folder) / f"{_NAME}{rollout.num_steps:012d}"
         try:
             self._written = self._writer.submit(_write, path, state, keep)
         except RuntimeError:
@@ -118,6 +150,12 @@ class RunCheckpoints:
             self._raise_written()
         self._last = monotonic()
         return path
+
+    def save_last(self) -> None:
+        """Save a run that is left by its program, if it is saved by itself and can be: a thread may have ended it."""
+        if self._how is not None and threading.get_ident() == self.thread:
+            with suppress(RunError):
+                self.save(self._how.folder, self._how.keep)
 
     def end(self) -> None:
         """End with the run. Raises what writing the last one has raised."""
@@ -174,8 +212,11 @@ def state_of_rollout(rollout: Any, attached: Mapping[str, Any]) -> State:
             "waiting": [_plain(rollout, each) for each in waiting],
         }
 
-    if rollout._state != "running":
-        raise RunError(f"the rollout is {rollout._state}, expected save() while it runs, in the thread of its loop")
+    if rollout._is_in_graph or rollout._state != "running":
+        stands = "in a graph" if rollout._is_in_graph else rollout._state
+        raise RunError(f"the rollout is {stands}, expected save() while a loop over it runs, in the loop's thread")
+    if threading.get_ident() != rollout._checkpoints.thread:
+        raise RunError("save() was called in another thread, expected that of the loop, between two rounds")
     if wrong := next((type(lane).__name__ for lane in environments.lanes if type(lane) is not Lane), None):
         raise CheckpointError(
             f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here, in "
@@ -205,9 +246,10 @@ def restore(rollout: Any, state: Mapping[str, Any]) -> None:
     """
     acting, environments = rollout._acting, rollout.environments
     rollout._prepare_lanes()
-    if state["module"] is not None:
-        rollout.module.load_state_dict(state["module"])
-    acting.weights.set_state(acting.copy, state["acting"])
+    with noted("expected the module of the run that was saved"):
+        if state["module"] is not None:
+            rollout.module.load_state_dict(state["module"])
+        acting.weights.set_state(acting.copy, state["acting"])
     for name, pipeline in _pipelines(rollout):
         pipeline.set_state(state["pipelines"][name])
     rollout.metrics.set_state(state["metrics"])
@@ -344,20 +386,36 @@ def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _made(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder, which is made. Raises CheckpointError if it can't be."""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"checkpoints can't be written to {path}: {error}; expected a folder") from None
+    return path
+
+
 def _there(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     return sorted(each for each in folder.glob(f"{_NAME}*") if each.is_dir())
 
 
-def read(path: str | os.PathLike[str]) -> State:
-    """The state of a checkpoint, or of the newest one in a folder. Raises CheckpointError for anything else."""
+def read(path: str | os.PathLike[str]) -> tuple[Path, State]:
+    """The folder of a checkpoint, or of the newest one in a folder, and its state.
+
+    Raises CheckpointError for anything else, which names the one before, if there is one.
+    """
     folder = Path(path)
     there = _there(folder)
-    chosen = folder if not there else there[-1]
-    if not (chosen / MANIFEST).is_file():
+    chosen = there[-1] if there else folder
+    if not there and not (folder / MANIFEST).is_file():
         raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that rollout.save() was given")
-    others = f"; {there[-2]} is the one before" if len(there) > 1 else ""
+    others = f"; Rollout.resume({str(there[-2])!r}) is the one before" if len(there) > 1 else ""
     try:
+        for name in (MANIFEST, ARRAYS):
+            if not (chosen / name).is_file():
+                raise CheckpointError(f"{name} is missing")
         manifest = manifest_of((chosen / MANIFEST).read_bytes(), MANIFEST)
         if manifest.get("kind") != _KIND or manifest.get("format") != _FORMAT:
             kind, version = shown(manifest.get("kind")), shown(manifest.get("format"))
@@ -368,7 +426,9 @@ def read(path: str | os.PathLike[str]) -> State:
         state: State = from_plain(manifest["state"], "state", arrays_of(data, ARRAYS))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{chosen} can't be gone on from: {error}{others}") from None
-    return state
+    if isinstance(checkpoints := state["keywords"].get("checkpoints"), dict):
+        checkpoints["folder"] = os.fspath(chosen.parent)  # which may be a copy of that of the run
+    return chosen, state
 
 
 def keywords_of(state: Mapping[str, Any], env: Any, given: Mapping[str, Any]) -> tuple[Any, State]:

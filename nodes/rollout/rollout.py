@@ -1,5 +1,6 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.observe.waits import Sign
 
+logger = logging.getLogger(__name__)
 _BATCHES = 10  # after which a module that was changed should have been published
 _EPISODES = 100
 _VERSIONS = 10  # over which returns are to have changed
@@ -156,11 +158,13 @@ class Rollout(RolloutLoop[Fragment]):
         Its module, which is given or made, has the weights, and `attach` loads what was saved beside. Raises
         CheckpointError for what is no checkpoint, is damaged, or lacks what has to be given again.
         """
-        state = read(folder)
+        path, state = read(folder)
         env, keywords = keywords_of(state, env, keywords)
         rollout = cls(env, **keywords)
         with closing_on_error(rollout.close):
             restore(rollout, state)
+        rollout._checkpoints.resumed_from = path
+        logger.info("the run goes on from %s", path)
         return rollout
 
     def attach(self, **objects: Any) -> None:

@@ -271,6 +271,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         with holding_interrupts(error):
             if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
                 return
+            if error is None and self._rounds.error is None:
+                self._checkpoints.save_last()
             self._state, error_before = "closing", error or self._rounds.error
             self._stop_doctor()
             try:

@@ -5,11 +5,13 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,8 +115,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Path) -> None:
+    whole = list(learnt(begun(**WAYS[way]), ROUNDS))
     options = WAYS[way] | {"checkpoints": Checkpoints(tmp_path, every_s=1e9)}
-    whole = list(learnt(begun(**options), ROUNDS))
     first, run = [], begun(**options)
     for number, text in enumerate(learnt(run, ROUNDS), 1):
         first.append(text)
@@ -284,7 +286,7 @@ def test_what_no_file_can_hold_is_to_be_given_again(tmp_path: Path) -> None:
 
 def test_a_run_that_stands_still_or_has_custom_objects_is_refused(tmp_path: Path) -> None:
     run = begun()
-    with pytest.raises(RunError, match=r"the rollout is new, expected save\(\) while it runs"):
+    with pytest.raises(RunError, match=r"the rollout is new, expected save\(\) while a loop"):
         run.save(tmp_path)
     with run:
         next(run.batches())
@@ -416,24 +418,103 @@ def test_a_folder_of_a_longer_run_keeps_the_new_one(tmp_path: Path, caplog: Any)
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / f"other-{longer.name}"]
 
 
-def test_sigterm_behind_the_last_round_is_passed_on(tmp_path: Path) -> None:
+def test_a_programs_own_handler_of_sigterm_stays(tmp_path: Path) -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     try:
         with (run := begun(checkpoints=Checkpoints(tmp_path))):
             next(run.batches())
             os.kill(os.getpid(), signal.SIGTERM)
-            assert told == []
-        assert told == [signal.SIGTERM]
-        (run := begun(checkpoints=Checkpoints(tmp_path))).start()
-        closing = threading.Thread(target=run.close)
-        closing.start()
-        closing.join()
-        assert not run.is_running
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert told == [signal.SIGTERM] * 2
+            assert told == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+BEHIND = PROGRAM.replace(
+    "print(rollout.num_steps, flush=True)", "break\n    print(0, flush=True)\n    sys.stdin.read()"
+)
+
+
+@pytest.mark.slow
+def test_sigterm_behind_the_last_round_ends_the_process_behind_the_block(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BEHIND, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.stdin.close()
+        assert process.wait() == -signal.SIGTERM
+    assert len(list(tmp_path.iterdir())) == 1  # the run as it was left
+
+
+def test_what_was_attached_is_not_lost_where_nothing_is_attached(tmp_path: Path) -> None:
+    with (run := begun()):
+        run.attach(counter=Live())
+        next(run.batches())
+        run._checkpoints.attached["counter"].state["array"] += 7
+        run.save(tmp_path)
+    with (run := Rollout.resume(tmp_path)):
+        with pytest.warns(RuntimeWarning, match="the checkpoint has counter, which nothing was given"):
+            next(run.batches())
+        run.save(tmp_path)
+    counter = Live()
+    Rollout.resume(tmp_path).attach(counter=counter)
+    np.testing.assert_array_equal(counter.state["array"], [7, 7, 7])
+
+
+def test_a_folder_of_another_run_is_refused_and_a_copy_is_a_run_of_its_own(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    with (run := begun(checkpoints=Checkpoints(first))):
+        next(run.batches())
+    with pytest.raises(CheckpointError, match=r"first has checkpoints of another run; expected Rollout\.resume\("):
+        begun(checkpoints=Checkpoints(first)).start()
+    with pytest.raises(CheckpointError, match=r"can't be written to /proc/none: .*; expected a folder"):
+        begun(checkpoints=Checkpoints("/proc/none")).start()
+    shutil.copytree(first, tmp_path / "copy")
+    there = sorted(first.iterdir())
+    with (run := Rollout.resume(tmp_path / "copy")):
+        next(run.batches())
+    assert sorted(first.iterdir()) == there
+    assert len(list((tmp_path / "copy").iterdir())) == 2
+
+
+def test_a_save_in_another_thread_is_refused(tmp_path: Path) -> None:
+    with (run := begun()):
+        next(run.batches())
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RunError, match=r"save\(\) was called in another thread"):
+            pool.submit(run.save, tmp_path).result()
+
+
+class Drawing(Walk):
+    """It says where it stands, but not what it draws, and has nothing to say before its first reset."""
+
+    def get_state(self) -> Any:
+        return {"at": self.at, "count": self.count, "large": 1 << 100}
+
+    def set_state(self, state: Any) -> None:
+        assert state["large"] == 1 << 100
+        self.at, self.count = state["at"], state["count"]
+        self.steps = iter(range(self.count + 1, 100))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.count = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        self.count = rest[-1]["step"]
+        return observation, *rest
+
+
+def test_what_an_environment_draws_goes_on_with_what_it_says(tmp_path: Path) -> None:
+    whole = list(learnt(begun(Drawing), 4))
+    run = begun(Drawing, checkpoints=Checkpoints(tmp_path))
+    rounds = learnt(run, 1)
+    first = next(rounds)
+    run.close()
+    assert json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())["environments"] == [["state"]]
+    assert [first, *learnt(Rollout.resume(tmp_path, Drawing), 3)] == whole
 
 
 class Live:
