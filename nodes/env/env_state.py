@@ -31,6 +31,7 @@ _NO_STATE_NAMES = frozenset({*_OF_DRAWING, *_AS_MADE})
 _SEQUENCES = {"list": list, "tuple": tuple, "deque": deque, "set": set}
 _START = "episode_start_time"  # of `RecordEpisodeStatistics`, by the clock of a process
 _LARGE = "rollflow.int"
+MOST_ACTIONS = 1 << 20  # that are kept of an episode
 _SAME, _KEPT = "same", "kept"  # as a thing that was read before; as it was made
 
 
@@ -88,13 +89,18 @@ class RecordedEnv:
 
     def step(self, action: Any) -> Any:
         """Step it, and record the action."""
-        self._actions.append(map_tree(_copied, action))
+        if len(self._actions) <= MOST_ACTIONS:
+            self._actions.append(map_tree(_copied, action))
         answer = self.env.step(action)
         self._newest = map_tree(_copied, answer[:4])
         return answer
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` of another one needs."""
+        """What `set_state` of another one needs. Raises EnvError for an episode that is too long."""
+        if len(self._actions) > MOST_ACTIONS:
+            raise EnvError(
+                f"{self.env}: the episode has more than {MOST_ACTIONS:,} steps, which would be stepped again"
+            )
         return {**self._began, "actions": list(self._actions), "newest": self._newest}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

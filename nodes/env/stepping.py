@@ -147,9 +147,9 @@ class LaneVectorEnv:
         return [self._state_of(slot) for slot in range(len(self._each))]
 
     def _state_of(self, slot: int) -> dict[str, Any]:
-        if slot in self._recorded:
-            return {"replay": self._recorded[slot].get_state()}
         try:
+            if slot in self._recorded:
+                return {"replay": self._recorded[slot].get_state()}
             return {"state": state_of(self._each[slot])}
         except EnvError as error:
             return {"restart": str(error)}

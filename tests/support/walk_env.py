@@ -1,5 +1,6 @@
 """An environment whose state no attribute shows."""
 
+import threading
 from typing import Any
 
 import gymnasium as gym
@@ -22,3 +23,13 @@ class Walk(gym.Env[Any, Any]):
         count = next(self.steps)
         self.at = (self.at + 0.1 * self.np_random.normal(size=2) + 0.1 * action).astype(np.float32).clip(-9, 9)
         return self.at, float(self.at[0]), bool(self.at[0] > 2), count > 20, {"step": count}
+
+
+class Stuck(Walk):
+    """It never says its state."""
+
+    def get_state(self) -> Any:
+        threading.Event().wait()
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError

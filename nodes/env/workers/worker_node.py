@@ -189,13 +189,12 @@ class LaneLink(LaneStatus, abc.ABC):
         return self._reader.feed(data, fds) if data else None
 
 
-def wait_readable(sock: socket.socket | None, seconds: float | None) -> None:
-    """Wait until there is something to be read. Raises RunError after so many seconds."""
+def is_readable(sock: socket.socket | None, seconds: float | None) -> bool:
+    """Wait until there is something to be read, for so many seconds; None: for ever. False: there is nothing."""
     assert sock is not None
     ready = select.poll()
     ready.register(sock, select.POLLIN)
-    if not ready.poll(None if seconds is None else 1000 * seconds):
-        raise RunError(f"a worker has not said the state of its environments for {seconds:g} s")
+    return bool(ready.poll(None if seconds is None else 1000 * seconds))
 
 
 def refusal(raised: RaisedError, link: LaneLink) -> Exception:
@@ -293,23 +292,31 @@ class WorkerNode(LanesElsewhere):
         return f"{super().describe()}, in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
 
     def get_state(self) -> list[Any]:
-        """The states of every lane's environments, which their workers are asked for. While none steps."""
-        for link in self.remotes:
-            if link.phase is LanePhase.READY:
-                link.send(frame(FrameKind.STATE))
-        return [self._state_of(link) for link in self.remotes]
+        """The states of every lane's environments, which their workers are asked for. While none steps.
+
+        Raises what a worker could not say. One that says nothing for the time of a reset is ended, and begins anew.
+        """
+        asked = [link for link in self.remotes if link.phase is LanePhase.READY]
+        for link in asked:
+            link.send(frame(FrameKind.STATE))
+        states = {link.index: self._state_of(link) for link in asked}
+        if failed := [each for each in states.values() if isinstance(each, Exception)]:
+            raise failed[0]
+        lost = "its worker process was lost"
+        return [states.get(link.index) or [{"restart": link.reason or lost}] for link in self.remotes]
 
     def _state_of(self, link: LaneLink) -> Any:
-        """The state of a lane that was asked for it; of one that is lost, that it begins anew."""
-        frames: list[Frame] | None = []
-        while link.phase is LanePhase.READY and frames is not None:
-            if frames := link.receive():
+        """What a lane's worker says of its environments, or the error that it tells of; None: it is lost."""
+        while link.phase is LanePhase.READY and (frames := link.receive()) is not None:
+            if frames:
                 fields = unpack(frames[0].payload)
-                if frames[0].kind is FrameKind.FAILED:
-                    raise refusal(RaisedError.in_fields(fields), link)
-                return fields["states"]
-            wait_readable(link.sock, self.reset_timeout)
-        return [{"restart": link.reason or "its worker process was lost"}]
+                is_error = frames[0].kind is FrameKind.FAILED
+                return refusal(RaisedError.in_fields(fields), link) if is_error else fields["states"]
+            if not is_readable(link.sock, self.reset_timeout):
+                text = f"the state of its environments was not said for {self.reset_timeout:g} s"
+                for _ in self._process_lost(link.worker, {each.index: text for each in link.worker.links}):
+                    pass  # no lane is waited for
+        return None
 
     # For `LanesElsewhere`
 

@@ -12,6 +12,7 @@ from extras import needs
 from gymnasium import wrappers
 from gymnasium.vector import SyncVectorEnv
 
+from rollflow.nodes.env import env_state
 from rollflow.nodes.env.env_state import RecordedEnv, set_state, state_of
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.stream import EnvError
@@ -210,6 +211,19 @@ def test_one_that_draws_from_its_generator_alone_is_stepped_to_where_it_stood() 
     expected, found = replayed(Silent)
     for one, two in zip(expected, found, strict=True):
         np.testing.assert_array_equal(one[0], two[0])
+
+
+def test_an_episode_that_is_too_long_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_state, "MOST_ACTIONS", 5)
+    recorded = RecordedEnv(pendulum())
+    recorded.reset(seed=0)
+    play(recorded, [np.zeros(1, np.float32)] * 5)
+    assert len(recorded.get_state()["actions"]) == 5
+    play(recorded, [np.zeros(1, np.float32)] * 2)
+    with pytest.raises(EnvError, match="the episode has more than 5 steps, which would be stepped again"):
+        recorded.get_state()
+    recorded.reset(seed=0)
+    assert recorded.get_state()["actions"] == []
 
 
 def test_one_that_comes_to_something_else_is_found() -> None:

@@ -23,9 +23,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numbered_env import NumberedEnv
 from together import Together
-from walk_env import Walk
+from walk_env import Stuck, Walk
 
-from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout
+from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout, Timeouts
 from rollflow.nodes import RandomModule
 from rollflow.nodes.rollout.checkpoint import state_of_rollout
 from rollflow.stream import GraphError, RunError
@@ -317,6 +317,19 @@ def test_a_lane_whose_worker_is_lost_is_saved_as_one_that_begins_anew(tmp_path: 
     with (resumed := Rollout.resume(tmp_path, Walk)):
         next(resumed.batches())
     assert resumed.num_steps == 2 * run.num_steps
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_say_its_state_begins_anew(tmp_path: Path) -> None:
+    with (run := begun(Stuck, lanes=2, where="processes", workers=2, timeouts=Timeouts(reset=1.0))):
+        batches = run.batches()
+        next(batches)
+        run.save(tmp_path)
+        next(batches)
+        assert run.lost == {}
+    state = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
+    assert state["environments"] == [["restart"], ["restart"]]
+    assert "the state of its environments was not said for 1 s" in str(state["state"]["environments"])
 
 
 def test_order_is_for_what_steps_here_or_in_workers(tmp_path: Path) -> None:
