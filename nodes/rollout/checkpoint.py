@@ -12,14 +12,14 @@ import random
 import shutil
 import signal
 import threading
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from rollflow.nodes.policies.artifact_files import (
 )
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.nodes.policies.space_text import described
-from rollflow.nodes.rollout.lane_state import go_on, infos_of, plain_infos, state_of_lane
+from rollflow.nodes.rollout.lane_state import infos_of, plain_infos
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
 from rollflow.stream import wire
 from rollflow.stream.data.errors import (
@@ -43,7 +43,6 @@ from rollflow.stream.data.errors import (
     PolicyError,
     RunError,
     StallError,
-    noted,
     shown,
     warn_caller,
 )
@@ -63,7 +62,7 @@ State = dict[str, Any]
 class RunCheckpoints:
     """The checkpoints of one rollout: captured in the thread of its loop, written in a thread of its own.
 
-    rollout    a `RolloutLoop`
+    capture    gives the state of the rollout and the number of its transitions, in the thread of its loop; held weakly
     how        their folder, how often and how many; None: only what is asked for
 
     attached        objects with `state_dict` and `load_state_dict`, by name, that are saved with it
@@ -72,11 +71,11 @@ class RunCheckpoints:
     thread          of the loop
     """
 
-    def __init__(self, rollout: Any, how: Checkpoints | None) -> None:
+    def __init__(self, capture: Callable[[], tuple[State, int]], how: Checkpoints | None) -> None:
         self.attached: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}
         self.resumed_from: Path | None = None
-        self._rollout, self._how = weakref.ref(rollout), how  # it holds these
+        self._capture, self._how = WeakMethod(capture), how  # its rollout holds these
         self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
         self._written: Future[None] | None = None
         self._last = 0.0
@@ -137,11 +136,13 @@ class RunCheckpoints:
         Raises RunError if it does not run, CheckpointError for what can't be saved, and OSError.
         """
         self._raise_written()
-        rollout: Any = self._rollout()
-        state = state_of_rollout(rollout, self.attached)
-        state["attached"] = self._kept | self.saved | state["attached"]
+        capture = self._capture()
+        assert capture is not None
+        state, steps = capture()
+        of_attached = {name: copied(each.state_dict()) for name, each in self.attached.items()}
+        state["attached"] = self._kept | self.saved | of_attached
         self._warn_of_restarts(state)
-        path = _made(folder) / f"{_NAME}{rollout.num_steps:012d}"
+        path = _made(folder) / f"{_NAME}{steps:012d}"
         try:
             self._written = self._writer.submit(_write, path, state, keep)
         except RuntimeError:
@@ -193,102 +194,11 @@ class RunCheckpoints:
             self._warned |= reasons
 
 
-# The state of a rollout
+# Parts of a state
 
 
-def state_of_rollout(rollout: Any, attached: Mapping[str, Any]) -> State:
-    """The state of a rollout that runs, in the thread of its loop, and of what is attached to it: all copies."""
-    acting, environments = rollout._acting, rollout.environments
-
-    def stand(waiting: Sequence[Any]) -> State:
-        return {
-            "acting": _copied(acting.weights.get_state(acting.copy)),
-            "pipelines": {name: _copied(pipeline.get_state()) for name, pipeline in _pipelines(rollout)},
-            "lanes": [state_of_lane(lane) for lane in environments.lanes],
-            "environments": environments.get_state(),
-            "vector_steps": environments.vector_steps,
-            "first_step": environments.lanes[0].first_step,
-            "credits": rollout._credits.get_state(),
-            "waiting": [_plain(rollout, each) for each in waiting],
-        }
-
-    if rollout._is_in_graph or rollout._state != "running":
-        stands = "in a graph" if rollout._is_in_graph else rollout._state
-        raise RunError(f"the rollout is {stands}, expected save() while a loop over it runs, in the loop's thread")
-    if threading.get_ident() != rollout._checkpoints.thread:
-        raise RunError("save() was called in another thread, expected that of the loop, between two rounds")
-    if wrong := next((type(lane).__name__ for lane in environments.lanes if type(lane) is not Lane), None):
-        raise CheckpointError(
-            f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here, in "
-            "threads or in worker processes; state_dict() has what every run has counted"
-        )
-    state: State = rollout._drive.standing_still(stand)
-    return state | {
-        "layout": _layout(rollout),
-        "keywords": _keywords(rollout),
-        "module": _copied(rollout.module.state_dict()) if hasattr(rollout.module, "state_dict") else None,
-        "metrics": rollout.metrics.get_state(),
-        "returns": rollout.returns.get_state(),
-        "rounds": rollout._rounds.get_state(lambda fragment: _plain(rollout, fragment)),
-        "open_episodes": _copied(rollout._rounds.collector.get_state()),
-        "log_rounds": rollout.log.rounds,
-        "num_steps": rollout.num_steps,
-        "steps_before": rollout._steps_before,
-        "generators": _generators(),
-        "attached": {name: _copied(each.state_dict()) for name, each in attached.items()},
-    }
-
-
-def restore(rollout: Any, state: Mapping[str, Any]) -> None:
-    """Have a rollout that has not begun go on from a state of another.
-
-    With other lanes than it had, environments begin anew, which is logged.
-    """
-    acting, environments = rollout._acting, rollout.environments
-    rollout._prepare_lanes()
-    with noted("expected the module of the run that was saved"):
-        if state["module"] is not None:
-            rollout.module.load_state_dict(state["module"])
-        acting.weights.set_state(acting.copy, state["acting"])
-    for name, pipeline in _pipelines(rollout):
-        pipeline.set_state(state["pipelines"][name])
-    rollout.metrics.set_state(state["metrics"])
-    rollout._checkpoints.saved = dict(state["attached"])
-    steps = state["steps_before"]
-    if is_same := (_layout(rollout) == state["layout"]):
-        environments.begin_at(state["first_step"])
-        for lane, each in zip(environments.lanes, state["lanes"], strict=True):
-            go_on(lane, each, rollout.env_to_module)
-        environments.go_on_from(state["environments"], state["credits"].get("order"))
-        rollout._credits.set_state(state["credits"])
-        rollout.returns.set_state(state["returns"])
-        rollout._rounds.set_state(state["rounds"], lambda plain: _fragment(rollout, plain))
-        rollout._rounds.collector.set_state(state["open_episodes"])
-        rollout._waiting = [_fragment(rollout, each) for each in state["waiting"]]
-    else:
-        steps = state["num_steps"]
-        environments.begin_at(state["vector_steps"])
-        rollout.returns.set_state({**state["returns"], "open": []})
-        logger.warning(
-            "the run goes on with %s where it had %s: weights, connectors, counts and what is attached are kept; "
-            "environments begin anew, and what was under way is left out",
-            *(shown({name: of[name] for name in of if of[name] != other[name]}) for of, other in _both(rollout, state)),
-        )
-    rollout._go_on_from(steps, state["log_rounds"], state["generators"], is_same=is_same)
-
-
-def _both(rollout: Any, state: Mapping[str, Any]) -> list[tuple[State, State]]:
-    now, before = _layout(rollout), state["layout"]
-    return [(now, before), (before, now)]
-
-
-def _pipelines(rollout: Any) -> list[tuple[str, Any]]:
-    return [*rollout._acting.named_pipelines, ("learner", rollout.learner_pipeline)]
-
-
-def _layout(rollout: Any) -> State:
-    """What a lane's state goes with."""
-    environments = rollout.environments
+def layout_of(environments: Any) -> State:
+    """What the states of lanes go with."""
     return {
         "slots": [each.num_envs for each in environments.envs],
         "fragment_length": environments.fragment_length,
@@ -298,10 +208,9 @@ def _layout(rollout: Any) -> State:
     }
 
 
-def _keywords(rollout: Any) -> State:
-    """The environments and the keywords of a rollout, without those that have no plain form."""
-    env, given = rollout._given
-    kept: State = {"env": env, **given, "seed": given.get("seed", rollout.seed)}
+def kept_of(keywords: Mapping[str, Any]) -> State:
+    """Keywords of a rollout, its environments among them, without those that have no plain form."""
+    kept: State = dict(keywords)
     for name, value in list(kept.items()):
         if name in _RECORDS and value is not None:
             record = {each.name: getattr(value, each.name) for each in fields(value)}
@@ -317,34 +226,33 @@ def _keywords(rollout: Any) -> State:
     return kept
 
 
-def _plain(rollout: Any, fragment: Any) -> State:
-    """A fragment as plain values and arrays."""
-    lane = rollout.environments.lanes[fragment.lane]
+def plain_fragment(fragment: Any, lane: Lane) -> State:
+    """A lane's fragment as plain values and arrays."""
     message = message_of(0, fragment, lane.observation_spaces, {})
     rest = {**message.rest, "infos": [plain_infos(each) for each in fragment.infos]}
     columns: State = {name: map_tree(np.copy, rows) for name, rows in message.columns.items()}
-    return {"lane": fragment.lane, "columns": columns, "rest": _copied(rest)}
+    return {"lane": fragment.lane, "columns": columns, "rest": copied(rest)}
 
 
-def _fragment(rollout: Any, plain: Mapping[str, Any]) -> Any:
-    lane = rollout.environments.lanes[plain["lane"]]
+def fragment_in(plain: Mapping[str, Any], lane: Lane) -> Any:
+    """The fragment that `plain_fragment` was given."""
     rest = plain["rest"] | {"infos": [infos_of(each) for each in plain["rest"]["infos"]]}
     message = wire.Fragment(plain["lane"], 0, plain["columns"], rest)
     return fragment_of(message, lane.layout, lane.observation_spaces)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A state with copies of its tensors, arrays, lists, tuples and dicts: what is written later is what it was."""
     if torch.is_tensor(value):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+        return {key: copied(each) for key, each in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
-def _generators() -> State:
+def generators() -> State:
     """The states of the shared generators of Python, numpy and torch."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
 

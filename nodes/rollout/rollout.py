@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -23,15 +24,27 @@ from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
-from rollflow.nodes.rollout.checkpoint import keywords_of, read, restore
+from rollflow.nodes.rollout.checkpoint import (
+    State,
+    copied,
+    fragment_in,
+    generators,
+    kept_of,
+    keywords_of,
+    layout_of,
+    plain_fragment,
+    read,
+)
+from rollflow.nodes.rollout.lane_state import go_on, state_of_lane
 from rollflow.nodes.rollout.options import RolloutKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import Acting, acting_for, pieces_given
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.stream.data.closing import closing_on_error
-from rollflow.stream.data.errors import ModuleError, shown
+from rollflow.stream.data.errors import CheckpointError, ModuleError, RunError, noted, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.observe.waits import Sign
 
 logger = logging.getLogger(__name__)
@@ -162,7 +175,7 @@ class Rollout(RolloutLoop[Fragment]):
         env, keywords = keywords_of(state, env, keywords)
         rollout = cls(env, **keywords)
         with closing_on_error(rollout.close):
-            restore(rollout, state)
+            rollout._go_on_with(state)
         rollout._checkpoints.resumed_from = path
         logger.info("the run goes on from %s", path)
         return rollout
@@ -267,6 +280,99 @@ class Rollout(RolloutLoop[Fragment]):
         home = environments.device if isinstance(environments, DeviceEnvironments) else None
         self.returns = EpisodeReturns()
         return acting_for(environments.envs[0], spaces, **options.acting_options, home=home)
+
+    def _captured(self) -> tuple[State, int]:
+        """The state of a run, in the thread of its loop, and the number of its transitions: all copies."""
+        acting, environments, (env, given) = self._acting, self.environments, self._given
+
+        def plain(fragment: Fragment) -> State:
+            return plain_fragment(fragment, environments.lanes[fragment.lane])
+
+        def stand(waiting: Sequence[Any]) -> State:
+            return {
+                "acting": copied(acting.weights.get_state(acting.copy)),
+                "pipelines": {name: copied(pipeline.get_state()) for name, pipeline in self._saved_pipelines()},
+                "lanes": [state_of_lane(lane) for lane in environments.lanes],
+                "environments": environments.get_state(),
+                "vector_steps": environments.vector_steps,
+                "first_step": environments.lanes[0].first_step,
+                "credits": self._credits.get_state(),
+                "waiting": [*map(plain, waiting)],
+            }
+
+        if self._is_in_graph or self._state != "running":
+            stands = "in a graph" if self._is_in_graph else self._state
+            raise RunError(f"the rollout is {stands}, expected save() while a loop over it runs, in the loop's thread")
+        if threading.get_ident() != self._checkpoints.thread:
+            raise RunError("save() was called in another thread, expected that of the loop, between two rounds")
+        if wrong := next((type(lane).__name__ for lane in environments.lanes if type(lane) is not Lane), None):
+            raise CheckpointError(
+                f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here "
+                "or in threads or worker processes; state_dict() has what every run has counted"
+            )
+        assert self._drive is not None
+        state = self._drive.standing_still(stand)
+        state |= {
+            "layout": layout_of(environments),
+            "keywords": kept_of({"env": env, **given, "seed": given.get("seed", self.seed)}),
+            "module": copied(self.module.state_dict()) if hasattr(self.module, "state_dict") else None,
+            "metrics": self.metrics.get_state(),
+            "returns": self.returns.get_state(),
+            "rounds": self._rounds.get_state(plain),
+            "open_episodes": copied(self._rounds.collector.get_state()),
+            "log_rounds": self.log.rounds,
+            "num_steps": self.num_steps,
+            "steps_before": self._steps_before,
+            "generators": generators(),
+        }
+        return state, self.num_steps
+
+    def _go_on_with(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of another run, before this one begins.
+
+        With other lanes than it had, environments begin anew, which is logged.
+        """
+        acting, environments = self._acting, self.environments
+
+        def made(plain: Mapping[str, Any]) -> Fragment:
+            fragment: Fragment = fragment_in(plain, environments.lanes[plain["lane"]])
+            return fragment
+
+        self._prepare_lanes()
+        with noted("expected the module of the run that was saved"):
+            if state["module"] is not None:
+                self.module.load_state_dict(state["module"])
+            acting.weights.set_state(acting.copy, state["acting"])
+        for name, pipeline in self._saved_pipelines():
+            pipeline.set_state(state["pipelines"][name])
+        self.metrics.set_state(state["metrics"])
+        self._checkpoints.saved = dict(state["attached"])
+        steps = state["steps_before"]
+        now, before = layout_of(environments), state["layout"]
+        if now == before:
+            environments.begin_at(state["first_step"])
+            for lane, each in zip(environments.lanes, state["lanes"], strict=True):
+                go_on(lane, each, self.env_to_module)
+            environments.go_on_from(state["environments"], state["credits"].get("order"))
+            self._credits.set_state(state["credits"])
+            self.returns.set_state(state["returns"])
+            self._rounds.set_state(state["rounds"], made)
+            self._rounds.collector.set_state(state["open_episodes"])
+            self._waiting = [made(each) for each in state["waiting"]]
+        else:
+            steps = state["num_steps"]
+            environments.begin_at(state["vector_steps"])
+            self.returns.set_state({**state["returns"], "open": []})
+            logger.warning(
+                "the run goes on with %s where it had %s: weights, connectors, counts and what is attached are kept; "
+                "environments begin anew, and what was under way is left out",
+                *(shown({name: of[name] for name in of if now[name] != before[name]}) for of in (now, before)),
+            )
+        self._steps_before, self._is_restored, self._generators = steps, now == before, state["generators"]
+        self.log.go_on_from(steps, state["log_rounds"])
+
+    def _saved_pipelines(self) -> list[tuple[str, Any]]:
+        return [*self._acting.named_pipelines, ("learner", self.learner_pipeline)]
 
     def _make_learner(self) -> None:
         acting = self._acting

@@ -134,7 +134,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
-        self._checkpoints = RunCheckpoints(self, options.checkpoints)
+        self._checkpoints = RunCheckpoints(self._captured, options.checkpoints)
         if options.checkpoints is not None:
             self.environments.record_actions()
 
@@ -180,6 +180,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
     @abc.abstractmethod
     def _make_acting(self, options: RolloutOptions) -> Acting | AgentsActing:
         """Make what acts, and `returns`, which has those of the last episodes."""
+
+    def _captured(self) -> tuple[dict[str, Any], int]:
+        """The state of a run, and the number of its transitions: of one agent alone."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def _make_learner(self) -> None:
@@ -465,11 +469,6 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self.environments.begin_at(int(state["vector_steps"]))
         self._steps_before = int(state["steps"])
         self.log.go_on_from(self._steps_before, int(state["rounds"]))
-
-    def _go_on_from(self, steps: int, rounds: int, generators: Any, *, is_same: bool) -> None:
-        """Count on from an earlier run; with `is_same` lanes stand where they stood."""
-        self._steps_before, self._is_restored, self._generators = steps, is_same, generators
-        self.log.go_on_from(steps, rounds)
 
     @property
     def lost(self) -> dict[str, int]:

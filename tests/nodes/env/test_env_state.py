@@ -220,7 +220,7 @@ def test_an_episode_that_is_too_long_is_not_kept(monkeypatch: pytest.MonkeyPatch
     play(recorded, [np.zeros(1, np.float32)] * 5)
     assert len(recorded.get_state()["actions"]) == 5
     play(recorded, [np.zeros(1, np.float32)] * 2)
-    with pytest.raises(EnvError, match="the episode has more than 5 steps, which would be stepped again"):
+    with pytest.raises(EnvError, match="the episode has more than 5 steps: too many"):
         recorded.get_state()
     recorded.reset(seed=0)
     assert recorded.get_state()["actions"] == []

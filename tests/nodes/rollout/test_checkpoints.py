@@ -27,7 +27,7 @@ from walk_env import Stuck, Walk
 
 from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout, Timeouts
 from rollflow.nodes import RandomModule
-from rollflow.nodes.rollout.checkpoint import state_of_rollout
+from rollflow.nodes.rollout.checkpoint import copied
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.tree import leaves_of
@@ -548,7 +548,7 @@ def test_what_is_captured_does_not_change_while_it_is_written(tmp_path: Path) ->
     with (run := begun()):
         run.attach(live=live)
         next(run.batches())
-        state = state_of_rollout(run, {"live": live})["attached"]["live"]
+        state = copied(live.state_dict())
         live.state["array"] += 1
         live.state["pair"][0].add_(1)
         live.state["pair"][1][0] = 1
