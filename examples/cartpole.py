@@ -1,13 +1,19 @@
-"""PPO on CartPole-v1, until the last 100 episodes have a mean return of 475."""
+"""PPO on CartPole-v1, until the last 100 episodes have a mean return of 475.
 
+`--resume FOLDER` keeps checkpoints there, and goes on from the newest one: killed at any time, it ends with the same
+weights.
+"""
+
+import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rollflow import GeneralAdvantageEstimation, RLModule, Rollout, minibatches
+from rollflow import Checkpoints, GeneralAdvantageEstimation, RLModule, Rollout, minibatches
 
 NUM_ENVS, FRAGMENT_LENGTH = 64, 64
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01
@@ -47,17 +53,28 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: dict[str, to
             optimizer.step()
 
 
-def main(seed: int = 0, save_to: str | None = None) -> float:
+def rollout_of(policy: Policy, seed: int, folder: str | None) -> Rollout:
+    """The rollout; with a folder that has a checkpoint, the one that goes on from it."""
+    gae = GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95)
+    given: dict[str, Any] = {"module": policy, "learner_connector": lambda obs, act: gae}
+    if folder is not None and any(Path(folder).glob("checkpoint-*")):
+        return Rollout.resume(folder, **given)
+    checkpoints = None if folder is None else Checkpoints(folder, every_s=1.0)
+    settings = {"num_envs": NUM_ENVS, "fragment_length": FRAGMENT_LENGTH, "seed": seed, "checkpoints": checkpoints}
+    return Rollout("CartPole-v1", **settings, **given)
+
+
+def main(seed: int = 0, save_to: str | None = None, folder: str | None = None) -> float:
     """Train one policy, and save it where one says where; the mean return over the last 100 episodes."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    settings = {"num_envs": NUM_ENVS, "fragment_length": FRAGMENT_LENGTH, "seed": seed}
-    gae = GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95)
     began, tty = time.perf_counter(), sys.stdout.isatty()
-    with Rollout("CartPole-v1", module=policy, learner_connector=lambda obs, act: gae, **settings) as rollout:
-        for number, batch in enumerate(rollout.batches(), start=1):
+    with rollout_of(policy, seed, folder) as rollout:
+        rollout.attach(optimizer=optimizer)
+        for batch in rollout.batches():
+            number = rollout.log.rounds
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / (MAX_UPDATES + 1))
             update(policy, optimizer, batch)
             version = rollout.publish(policy.state_dict())
@@ -75,4 +92,6 @@ def main(seed: int = 0, save_to: str | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="PPO on CartPole-v1")
+    parser.add_argument("--resume", metavar="FOLDER", help="keep checkpoints there, and go on from the newest one")
+    main(folder=parser.parse_args().resume)
