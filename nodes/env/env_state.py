@@ -26,7 +26,16 @@ from rollflow.stream.data.tree import leaves_of, map_tree
 _PACKAGES = frozenset({"gymnasium", "ale_py", "minatar", "pettingzoo", "mpe2", "rollflow"})
 _NO_STATE = gym.Space, EnvSpec, np.dtype, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial
 _OF_DRAWING = "screen", "clock", "surf", "window", "mujoco_renderer"
-_AS_MADE = "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "model", "ale", "P", "desc"  # as arguments say
+_AS_MADE = (
+    "_saved_kwargs",
+    "_ezpickle_args",
+    "_ezpickle_kwargs",
+    "env_fns",
+    "model",
+    "ale",
+    "P",
+    "desc",
+)  # as arguments say
 _NO_STATE_NAMES = frozenset({*_OF_DRAWING, *_AS_MADE})
 _SEQUENCES = {"list": list, "tuple": tuple, "deque": deque, "set": set}
 _START = "episode_start_time"  # of `RecordEpisodeStatistics`, by the clock of a process

@@ -11,12 +11,13 @@ import pytest
 
 from rollflow import nodes, policy, sinks
 from rollflow.nodes.argument_checks import checked_count, checked_fraction, checked_number
+from rollflow.nodes.env.environments import Environments
 
 ADDRESS = "unix:/nowhere/socket"
 # Public classes with numbers among their arguments, and the arguments that they can't do without.
 CLASSES: dict[Any, dict[str, Any]] = {
     nodes.ComputeReturnsToGo: {},
-    nodes.Environments: {"env": "CartPole-v1"},
+    Environments: {"env": "CartPole-v1"},
     nodes.EpisodeReturns: {},
     nodes.FrameStacking: {"num_frames": 2},
     nodes.GeneralAdvantageEstimation: {},

@@ -20,7 +20,7 @@ from rollflow.stream.data.tree import leaves_of
 
 Make = Callable[[], Any]
 CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]
-TOY_TEXT = ["Blackjack-v1", "Taxi-v4", "FrozenLake-v1", "CliffWalking-v1"]
+TOY_TEXT = ["Blackjack-v1", "Taxi-v4" if "Taxi-v4" in gym.registry else "Taxi-v3", "FrozenLake-v1", "CliffWalking-v1"]
 MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Humanoid-v5", "InvertedDoublePendulum-v5", "Pusher-v5", "Walker2d-v5"]
 
 
@@ -37,7 +37,6 @@ WRAPPED: Mapping[str, Make] = {
     "counted": lambda: wrappers.RecordEpisodeStatistics(pendulum()),
     "autoreset": lambda: wrappers.Autoreset(pendulum()),
     "function": lambda: wrappers.TransformReward(pendulum(), lambda reward: 2 * reward),
-    "repeated": lambda: wrappers.RepeatAction(pendulum(), 2),
 }
 
 
