@@ -107,9 +107,7 @@ class RecordedEnv:
     def get_state(self) -> dict[str, Any]:
         """What `set_state` of another one needs. Raises EnvError for an episode that is too long."""
         if len(self._actions) > MOST_ACTIONS:
-            raise EnvError(
-                f"{self.env}: the episode has more than {MOST_ACTIONS:,} steps, which would be stepped again"
-            )
+            raise EnvError(f"{self.env}: the episode has more than {MOST_ACTIONS:,} steps: too many to be made again")
         return {**self._began, "actions": list(self._actions), "newest": self._newest}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
