@@ -44,7 +44,6 @@ class LaneGate:
 
     def __init__(self) -> None:
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
-        self._is_shut = False  # to every lane
         self._changed: Callable[[], None] = nobody
         self._is_shut = False  # to all lanes
 

@@ -35,7 +35,7 @@ from rollflow.nodes.policies.artifact_files import (
 )
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.nodes.policies.space_text import described
-from rollflow.nodes.rollout.lane_state import infos_of, plain_infos
+from rollflow.nodes.rollout.lane_state import plain_rest, rest_of
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
 from rollflow.stream import wire
 from rollflow.stream.data.errors import (
@@ -229,15 +229,14 @@ def kept_of(keywords: Mapping[str, Any]) -> State:
 def plain_fragment(fragment: Any, lane: Lane) -> State:
     """A lane's fragment as plain values and arrays."""
     message = message_of(0, fragment, lane.observation_spaces, {})
-    rest = {**message.rest, "infos": [plain_infos(each) for each in fragment.infos]}
+    rest = plain_rest(message.rest, fragment.infos)
     columns: State = {name: map_tree(np.copy, rows) for name, rows in message.columns.items()}
     return {"lane": fragment.lane, "columns": columns, "rest": copied(rest)}
 
 
 def fragment_in(plain: Mapping[str, Any], lane: Lane) -> Any:
     """The fragment that `plain_fragment` was given."""
-    rest = plain["rest"] | {"infos": [infos_of(each) for each in plain["rest"]["infos"]]}
-    message = wire.Fragment(plain["lane"], 0, plain["columns"], rest)
+    message = wire.Fragment(plain["lane"], 0, plain["columns"], rest_of(plain["rest"]))
     return fragment_of(message, lane.layout, lane.observation_spaces)
 
 

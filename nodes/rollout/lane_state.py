@@ -1,7 +1,7 @@
 """The state of a lane that stands at the gate before the forward pass, for another lane to go on from."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,9 @@ def state_of_lane(lane: Lane) -> State:
     part.observation_space = lane.observation_space
     columns = {name: map_tree(np.copy, rows) for name, rows in sent_columns(part).items()}
     rest = described(part, lane.observation_spaces)
-    rest["infos"] = list(map(plain_infos, part.infos[: lane.row + 1]))
-    if "finals" in rest:
-        rest["finals"]["infos"] = [plain_infos(each) for each in rest["finals"]["infos"] or ()] or None
     return {
         "columns": columns,
-        "rest": rest,
+        "rest": plain_rest(rest, part.infos[: lane.row + 1]),
         "starts": lane.episode_start.copy(),
         "numbers": lane.episode_number.copy(),
         "ended": np.flatnonzero(lane.dead),
@@ -46,10 +43,7 @@ def go_on(lane: Lane, state: Mapping[str, Any], pipeline: Any) -> None:
     pipeline    env-to-module pipeline, which says the spaces of its pieces
     """
     lane.observation_spaces = (lane.observation_space, *pipeline.observation_spaces)
-    rest = dict(state["rest"])
-    rest["infos"] = list(map(infos_of, rest["infos"]))
-    if "finals" in rest and rest["finals"]["infos"]:
-        rest["finals"] = {**rest["finals"], "infos": list(map(infos_of, rest["finals"]["infos"]))}
+    rest = rest_of(state["rest"])
     completed(lane.fragment, rest)
     lane.fragment.custom_data = {}
     lane.fragment.sequence = rest["sequence"]
@@ -67,13 +61,31 @@ def _kept(leaf: Any) -> Any:
     return leaf.detach().clone() if torch.is_tensor(leaf) else np.copy(leaf)
 
 
-def plain_infos(infos: Mapping[str, Any]) -> Any:
+def plain_rest(rest: Mapping[str, Any], infos: Sequence[Mapping[str, Any]]) -> State:
+    """What is `described` of a fragment, with its infos and those of ended episodes in plain form."""
+    return _with_infos({**rest, "infos": infos}, _plain_infos)
+
+
+def rest_of(plain: Mapping[str, Any]) -> State:
+    """What `plain_rest` was given, with the infos in it."""
+    return _with_infos(plain, _infos_of)
+
+
+def _with_infos(rest: Mapping[str, Any], form: Callable[[Any], Any]) -> State:
+    """The same with all infos in another form."""
+    changed = {**rest, "infos": list(map(form, rest["infos"]))}
+    if (finals := rest.get("finals")) is not None and finals["infos"]:
+        changed["finals"] = {**finals, "infos": list(map(form, finals["infos"]))}
+    return changed
+
+
+def _plain_infos(infos: Mapping[str, Any]) -> Any:
     """Infos in plain form: of slots a list of pairs and their number, else as they are."""
     return [*map(list, infos.of_slots.items()), infos.count] if isinstance(infos, SlotInfos) else infos
 
 
-def infos_of(plain: Any) -> Any:
-    """The infos of `plain_infos`."""
+def _infos_of(plain: Any) -> Any:
+    """The infos of `_plain_infos`."""
     if not isinstance(plain, list):
         return plain
     *pairs, count = plain

@@ -112,7 +112,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             if by_lane:
                 self._check_deterministic()
                 self.environments.keeps_order = True
-                self._credits: FragmentCredits = OrderedCredits(*of_credits, acts)
+                self._credits: FragmentCredits = OrderedCredits(*of_credits, acting=acts)
             else:
                 self._credits = FragmentCredits(*of_credits)
             self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns, by_lane=by_lane)

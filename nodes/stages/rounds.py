@@ -518,19 +518,12 @@ class OrderedCredits(FragmentCredits):
     A lane begins its fragment number s with the weights that had been published when the reader was done with round
     s - 1 - prefetch, however far it is by then.
 
-    acting    has the weights, which wait for this
+    of_credits    arguments of `FragmentCredits`
+    acting        has the weights, which wait for this
     """
 
-    def __init__(
-        self,
-        environments: LaneSource,
-        lag: LagBound,
-        prefetch: int,
-        counting: Any,
-        begin_lane: Callable[[Any], None] | None,
-        acting: Any,
-    ) -> None:
-        super().__init__(environments, lag, prefetch, counting, begin_lane, by_lane=True)
+    def __init__(self, *of_credits: Any, acting: Any) -> None:
+        super().__init__(*of_credits, by_lane=True)
         self._acting = acting
         for _, weights in acting.by_id.values():
             weights.keep_all()

@@ -178,6 +178,24 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
         assert all(then in ((a, b + 1), (a + 1, 0)) for (a, b), then in pairwise(places))
 
 
+def test_infos_of_ended_episodes_go_on_in_fragments_that_were_ready(tmp_path: Path) -> None:
+    def infos(fragment: Any) -> list[Any]:
+        return [chunk.get_infos() for chunk in fragment.episodes()]
+
+    options: dict[str, Any] = {"deterministic": True, "prefetch": 2, "num_fragments": 6, "module": RandomModule}
+    with begun(Walk, **options) as run:
+        whole = [infos(each) for each in run.fragments()]
+    with (run := begun(Walk, **options, checkpoints=Checkpoints(tmp_path))):
+        first = [infos(next(run.fragments()))]
+        while len(run._drive._fragments) < 2:  # those that are ready
+            run._drive._arrived.wait()
+        run.save(tmp_path)
+        first_end = sorted(tmp_path.glob("checkpoint-*"))[-1]
+        copied_to = shutil.copytree(first_end, tmp_path / "at" / first_end.name)
+    with Rollout.resume(copied_to, Walk, module=RandomModule) as resumed:
+        assert first + [infos(each) for each in resumed.fragments()] == whole
+
+
 @pytest.mark.parametrize("where", ["inline", "processes"])
 def test_environments_that_cannot_be_read_begin_anew_and_say_so(where: str, tmp_path: Path, caplog: Any) -> None:
     with (run := begun(Walk, lanes=1, where=where)):
