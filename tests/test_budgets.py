@@ -47,7 +47,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
     "nodes/policies": (2015, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (2054, 18),  # checkpoints; checkpoints; a look for Ctrl-C
+    "nodes/rollout": (2056, 18),  # checkpoints; checkpoints; checkpoints; a look for Ctrl-C
     "nodes/stages": (2032, 22),  # lanes that had stopped; lanes in order; columns, faults on a device
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (844, 20),
