@@ -37,7 +37,7 @@ BUDGETS = {  # folder -> code lines, classes
         1031,
         10,
     ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
-    "nodes/env": (2386, 28),  # states; states; replayed rewards compared; states of environments
+    "nodes/env": (2379, 28),  # states of environments; replayed rewards compared
     "nodes/env/remote": (1528, 14),  # hosts of another version refused
     "nodes/env/workers": (2445, 35),  # states, order of lanes; lanes elsewhere, also of hosts
     "nodes/external": (237, 3),  # an address checked before the thread starts
@@ -45,10 +45,13 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/logs": (587, 10),
     "nodes/metrics": (582, 10),  # returns that go on; columns on a device
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
-    "nodes/offloaded": (1627, 25),  # numbers of other hosts checked, that the rollout counts with
+    "nodes/offloaded": (1719, 25),  # states of lanes, from nodes/rollout; numbers of other hosts checked
     "nodes/policies": (2015, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (2056, 18),  # checkpoints; checkpoints; checkpoints; a look for Ctrl-C
-    "nodes/stages": (2032, 22),  # lanes that had stopped; lanes in order; columns, faults on a device
+    "nodes/rollout": (1959, 18),  # checkpoints; a look for Ctrl-C
+    "nodes/stages": (
+        2035,
+        22,
+    ),  # states of what acts; lanes that had stopped; lanes in order; columns, faults on a device
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (844, 20),
     "rollflow": (64, 0),  # a name more
@@ -58,7 +61,7 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/replay": (2075, 27),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2613, 25),  # numbers of rollouts checked, that the trainer counts with; versions raised meanwhile
     "stream": (64, 0),
-    "stream/data": (1432, 37),  # errors of checkpoints; columns on a device, and their page
+    "stream/data": (1433, 37),  # tensors of states copied; errors of checkpoints; columns on a device, and their page
     "stream/episodes": (1670, 13),
     "stream/fragments": (1557, 20),  # a lane that goes on from another; ready slots and their answers, from nodes/env
     "stream/graph": (2585, 34),  # a look for Ctrl-C; a ring that stands still; tasks that read several outputs

@@ -54,21 +54,52 @@ def state_of(env: Any, *, any_class: bool = False) -> dict[str, Any]:
     return _Reader(any_class).object(env, type(env).__name__)
 
 
-def is_readable(env: Any) -> bool:
-    """True if the state of an environment can be read. Once it has been reset."""
-    try:
-        state_of(env)
-    except EnvError:
-        return False
-    return True
-
-
 def set_state(env: Any, state: Mapping[str, Any]) -> None:
     """Have an environment go on from a state that `state_of` read of another, made with the same arguments.
 
     It has been reset before: what the first reset makes is there. Raises EnvError for the state of another kind.
     """
     _Writer().object(env, state, type(env).__name__)
+
+
+def states_of(envs: Sequence[Any]) -> list[dict[str, Any]]:
+    """Of each environment {"state": …}, {"replay": …} or {"restart": why}; see `state_of` and `RecordedEnv`."""
+    return [_told_by(env) for env in envs]
+
+
+def check_states(states: Sequence[Mapping[str, Any]], count: int) -> None:
+    """Raise EnvError if so many environments can't go on from what `states_of` gave."""
+    if len(states) != count:
+        raise EnvError(f"the states are of {len(states)} environments, and there are {count}")
+    if (why := next((each["restart"] for each in states if "restart" in each), None)) is not None:
+        raise EnvError(why)
+
+
+def restored(env: Any, state: Mapping[str, Any]) -> Any:
+    """An environment that has been reset, and goes on from its part of what `states_of` gave: it, or it recorded."""
+    if "replay" not in state:
+        set_state(env, state["state"])
+        return env
+    made = env if isinstance(env, RecordedEnv) else RecordedEnv(env)
+    made.set_state(state["replay"])
+    return made
+
+
+def recorded(envs: Sequence[Any]) -> list[Any]:
+    """The environments, with their steps recorded from the next reset on."""
+    return [env if isinstance(env, RecordedEnv) else RecordedEnv(env) for env in envs]
+
+
+def recorded_as_needed(envs: Sequence[Any]) -> list[Any]:
+    """The environments, once they have been reset: those whose state can be read are not recorded any more."""
+    return [env.env if isinstance(env, RecordedEnv) and "state" in _told_by(env.env) else env for env in envs]
+
+
+def _told_by(env: Any) -> dict[str, Any]:
+    try:
+        return {"replay": env.get_state()} if isinstance(env, RecordedEnv) else {"state": state_of(env)}
+    except EnvError as error:
+        return {"restart": str(error)}
 
 
 class RecordedEnv:

@@ -16,7 +16,7 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 from optree import PyTreeSpec
 
-from rollflow.nodes.env.env_state import RecordedEnv, is_readable, set_state, state_of
+from rollflow.nodes.env.env_state import check_states, recorded, recorded_as_needed, restored, states_of
 from rollflow.nodes.env.observation_check import (
     CHECKED_STEPS,
     STEP_GIVES,
@@ -91,9 +91,8 @@ class LaneVectorEnv:
         self._gives_tensors = False
         space = env.single_observation_space
         self._check = ObservationCheck(space, deviations, where)
-        # What is reset and stepped one by one: the environments, or what records the steps of those in `_recorded`.
+        # What is reset and stepped one by one: the environments, or what records their steps.
         self._each: list[Any] = list(cast("SyncVectorEnv", env).envs) if self._is_one_by_one else [env]
-        self._recorded: dict[int, RecordedEnv] = {}
         self._drops_records = False
         self.tell_resets(nothing)
 
@@ -120,39 +119,18 @@ class LaneVectorEnv:
             self._note_tensors(observations)
         self._check.slots(observations, dtypes=not self._is_one_by_one)
         if self._drops_records:
-            self._drop_records()
+            self._drops_records, self._each = False, recorded_as_needed(self._each)
+            self.tell_resets(self._turn)
         return observations, infos
 
-    def record_actions(self, slots: Sequence[int] | None = None) -> None:
-        """Record the steps of environments since their last reset, so that others can be stepped to the same.
-
-        slots    of these environments; None: of those whose state can't be read
-        """
-        for slot, env in enumerate(self._each if self._is_one_by_one else ()):
-            if slot not in self._recorded and (slots is None or slot in slots):
-                self._each[slot] = self._recorded[slot] = RecordedEnv(env)
-        self._drops_records |= slots is None
-        self.tell_resets(self._turn)
-
-    def _drop_records(self) -> None:
-        """Record no more the steps of environments whose state can be read, once they have been reset."""
-        self._drops_records = False
-        for slot, recorded in list(self._recorded.items()):
-            if is_readable(recorded.env):
-                self._each[slot] = self._recorded.pop(slot).env
-        self.tell_resets(self._turn)
+    def record_actions(self) -> None:
+        """Record the steps of environments whose state can't be read, so that others can be stepped to the same."""
+        if self._is_one_by_one:
+            self._each, self._drops_records = recorded(self._each), True
 
     def get_state(self) -> list[dict[str, Any]]:
-        """Of each environment {"state": …}, {"replay": …} or {"restart": why}; see `state_of` and `RecordedEnv`."""
-        return [self._state_of(slot) for slot in range(len(self._each))]
-
-    def _state_of(self, slot: int) -> dict[str, Any]:
-        try:
-            if slot in self._recorded:
-                return {"replay": self._recorded[slot].get_state()}
-            return {"state": state_of(self._each[slot])}
-        except EnvError as error:
-            return {"restart": str(error)}
+        """The state of each environment: see `states_of`."""
+        return states_of(self._each)
 
     def set_state(self, states: Sequence[Mapping[str, Any]], seeds: Sequence[int], ended: Sequence[int]) -> None:
         """Go on from what `get_state` gave. Raises EnvError if an environment can't.
@@ -160,15 +138,10 @@ class LaneVectorEnv:
         seeds    of a reset before: what that makes is there then
         ended    slots that the next step only resets
         """
-        if (why := next((each["restart"] for each in states if "restart" in each), None)) is not None:
-            raise EnvError(why)
-        self.record_actions([slot for slot, state in enumerate(states) if "replay" in state])
+        check_states(states, len(self._each))
         self.reset(seeds)
-        for slot, state in enumerate(states):
-            if "replay" in state:
-                self._recorded[slot].set_state(state["replay"])
-            else:
-                set_state(self._each[slot], state["state"])
+        self._each = list(map(restored, self._each, states))
+        self.tell_resets(self._turn)
         if self._is_one_by_one and self._mode is AutoresetMode.NEXT_STEP:
             for slot in ended:
                 _reset_in_next_step(*self._calls, slot, self._turn)

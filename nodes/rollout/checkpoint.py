@@ -24,7 +24,6 @@ from weakref import WeakMethod
 import numpy as np
 import torch
 
-from rollflow.nodes.offloaded.fragment_message import fragment_of, message_of
 from rollflow.nodes.policies.artifact_files import (
     array_bytes,
     arrays_of,
@@ -35,9 +34,7 @@ from rollflow.nodes.policies.artifact_files import (
 )
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.nodes.policies.space_text import described
-from rollflow.nodes.rollout.lane_state import plain_rest, rest_of
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
-from rollflow.stream import wire
 from rollflow.stream.data.errors import (
     CheckpointError,
     PolicyError,
@@ -46,8 +43,7 @@ from rollflow.stream.data.errors import (
     shown,
     warn_caller,
 )
-from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.data.infos import copied
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +199,7 @@ def layout_of(environments: Any) -> State:
         "slots": [each.num_envs for each in environments.envs],
         "fragment_length": environments.fragment_length,
         "lookback": environments.lookback,
-        "observation_space": described(environments.observation_space),
-        "action_space": described(environments.action_space),
+        "agents": [[list(agents), described(seen), described(done)] for agents, seen, done, _ in environments.parts],
     }
 
 
@@ -224,31 +219,6 @@ def kept_of(keywords: Mapping[str, Any]) -> State:
         if not is_plain:
             kept[name] = {"$missing": True}
     return kept
-
-
-def plain_fragment(fragment: Any, lane: Lane) -> State:
-    """A lane's fragment as plain values and arrays."""
-    message = message_of(0, fragment, lane.observation_spaces, {})
-    rest = plain_rest(message.rest, fragment.infos)
-    columns: State = {name: map_tree(np.copy, rows) for name, rows in message.columns.items()}
-    return {"lane": fragment.lane, "columns": columns, "rest": copied(rest)}
-
-
-def fragment_in(plain: Mapping[str, Any], lane: Lane) -> Any:
-    """The fragment that `plain_fragment` was given."""
-    message = wire.Fragment(plain["lane"], 0, plain["columns"], rest_of(plain["rest"]))
-    return fragment_of(message, lane.layout, lane.observation_spaces)
-
-
-def copied(value: Any) -> Any:
-    """A state with copies of its tensors, arrays, lists, tuples and dicts: what is written later is what it was."""
-    if torch.is_tensor(value):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def generators() -> State:

@@ -120,7 +120,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def __init__(self, env: Any, **keywords: Unpack[MultiAgentKeywords]) -> None:
         options = options_of(keywords, MultiAgentKeywords, "MultiAgentRollout")
         check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))
-        super().__init__(env, options, rollout=MultiAgentRollout, kind=SEVERAL_AGENTS)
+        given = {"env": env, **keywords}
+        super().__init__(env, options, given=given, rollout=MultiAgentRollout, kind=SEVERAL_AGENTS)
         if unserved := self._acting.serving_none():
             warn_caller(unserved, RuntimeWarning)
 
@@ -273,5 +274,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
         self.learner = AgentLearner(acting, options.modules_to_train, options.learner_connector, self.metrics, self)
 
-    def _learner_pipelines(self) -> list[LearnerConnectorPipeline]:
-        return [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
+    def _learner_pipelines(self) -> Mapping[str, LearnerConnectorPipeline]:
+        trained = filter(self.learner.trains, self.module)
+        return {f"learner of module {each!r}": self.learner.pipeline_of(each) for each in trained}

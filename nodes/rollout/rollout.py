@@ -1,11 +1,8 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
-import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
@@ -24,30 +21,15 @@ from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
-from rollflow.nodes.rollout.checkpoint import (
-    State,
-    copied,
-    fragment_in,
-    generators,
-    kept_of,
-    keywords_of,
-    layout_of,
-    plain_fragment,
-    read,
-)
-from rollflow.nodes.rollout.lane_state import go_on, state_of_lane
 from rollflow.nodes.rollout.options import RolloutKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import Acting, acting_for, pieces_given
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.stream.data.closing import closing_on_error
-from rollflow.stream.data.errors import CheckpointError, ModuleError, RunError, noted, shown
+from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.observe.waits import Sign
 
-logger = logging.getLogger(__name__)
 _BATCHES = 10  # after which a module that was changed should have been published
 _EPISODES = 100
 _VERSIONS = 10  # over which returns are to have changed
@@ -157,53 +139,8 @@ class Rollout(RolloutLoop[Fragment]):
     def __init__(self, env: EnvSource | RemoteHosts, **keywords: Unpack[RolloutKeywords]) -> None:
         options = options_of(keywords, RolloutKeywords, "Rollout")
         check_flags(explore=options.explore)
-        self._given = env, keywords
-        self.env_kwargs, env = dict(options.env_kwargs or {}), with_kwargs(env, options.env_kwargs)
-        super().__init__(env, options, rollout=Rollout, kind=ONE_AGENT)
-
-    @classmethod
-    def resume(cls, folder: str | os.PathLike[str], env: Any = None, **keywords: Any) -> Self:
-        """A rollout that goes on from the newest checkpoint in a folder, or from the one that the folder is.
-
-        env, keywords    as for `Rollout`: those of the run that was saved, but for those given here. Callables, modules
-                         and environments that were made are given again: a checkpoint can't have them
-
-        Its module, which is given or made, has the weights, and `attach` loads what was saved beside. Raises
-        CheckpointError for what is no checkpoint, is damaged, or lacks what has to be given again.
-        """
-        path, state = read(folder)
-        env, keywords = keywords_of(state, env, keywords)
-        rollout = cls(env, **keywords)
-        with closing_on_error(rollout.close):
-            rollout._go_on_with(state)
-        rollout._checkpoints.resumed_from = path
-        logger.info("the run goes on from %s", path)
-        return rollout
-
-    def attach(self, **objects: Any) -> None:
-        """Save what these have learnt with the run: optimizers, schedules, whatever has state_dict and load_state_dict.
-
-        In a run that goes on with another one they load what was saved there under their names. Raises ValueError for
-        an object that lacks one of the two.
-        """
-        for name, each in objects.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                raise ValueError(
-                    f"attach({name}=…) is given {shown(each)}, expected an object with state_dict and load_state_dict"
-                )
-            if name in self._checkpoints.saved:
-                each.load_state_dict(self._checkpoints.saved.pop(name))
-            self._checkpoints.attached[name] = each
-
-    def save(self, folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
-        """Save the run as it stands, in the thread of its loop, for `resume`; the checkpoint's own folder in `folder`.
-
-        keep    newest checkpoints that are kept there
-
-        Lanes stop at their next step for as long as their state is copied. Raises RunError if it does not run, and
-        CheckpointError for what can't be saved: what pieces keep with episodes, and infos, are to be plain values.
-        """
-        return self._checkpoints.save(folder, keep)
+        self.env_kwargs, made = dict(options.env_kwargs or {}), with_kwargs(env, options.env_kwargs)
+        super().__init__(made, options, given={"env": env, **keywords}, rollout=Rollout, kind=ONE_AGENT)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
@@ -281,99 +218,6 @@ class Rollout(RolloutLoop[Fragment]):
         self.returns = EpisodeReturns()
         return acting_for(environments.envs[0], spaces, **options.acting_options, home=home)
 
-    def _captured(self) -> tuple[State, int]:
-        """The state of a run, in the thread of its loop, and the number of its transitions: all copies."""
-        acting, environments, (env, given) = self._acting, self.environments, self._given
-
-        def plain(fragment: Fragment) -> State:
-            return plain_fragment(fragment, environments.lanes[fragment.lane])
-
-        def stand(waiting: Sequence[Any]) -> State:
-            return {
-                "acting": copied(acting.weights.get_state(acting.copy)),
-                "pipelines": {name: copied(pipeline.get_state()) for name, pipeline in self._saved_pipelines()},
-                "lanes": [state_of_lane(lane) for lane in environments.lanes],
-                "environments": environments.get_state(),
-                "vector_steps": environments.vector_steps,
-                "first_step": environments.lanes[0].first_step,
-                "credits": self._credits.get_state(),
-                "waiting": [*map(plain, waiting)],
-            }
-
-        if self._is_in_graph or self._state != "running":
-            stands = "in a graph" if self._is_in_graph else self._state
-            raise RunError(f"the rollout is {stands}, expected save() while a loop over it runs, in the loop's thread")
-        if threading.get_ident() != self._checkpoints.thread:
-            raise RunError("save() was called in another thread, expected that of the loop, between two rounds")
-        if wrong := next((type(lane).__name__ for lane in environments.lanes if type(lane) is not Lane), None):
-            raise CheckpointError(
-                f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here "
-                "or in threads or worker processes; state_dict() has what every run has counted"
-            )
-        assert self._drive is not None
-        state = self._drive.standing_still(stand)
-        state |= {
-            "layout": layout_of(environments),
-            "keywords": kept_of({"env": env, **given, "seed": given.get("seed", self.seed)}),
-            "module": copied(self.module.state_dict()) if hasattr(self.module, "state_dict") else None,
-            "metrics": self.metrics.get_state(),
-            "returns": self.returns.get_state(),
-            "rounds": self._rounds.get_state(plain),
-            "open_episodes": copied(self._rounds.collector.get_state()),
-            "log_rounds": self.log.rounds,
-            "num_steps": self.num_steps,
-            "steps_before": self._steps_before,
-            "generators": generators(),
-        }
-        return state, self.num_steps
-
-    def _go_on_with(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another run, before this one begins.
-
-        With other lanes than it had, environments begin anew, which is logged.
-        """
-        acting, environments = self._acting, self.environments
-
-        def made(plain: Mapping[str, Any]) -> Fragment:
-            fragment: Fragment = fragment_in(plain, environments.lanes[plain["lane"]])
-            return fragment
-
-        self._prepare_lanes()
-        with noted("expected the module of the run that was saved"):
-            if state["module"] is not None:
-                self.module.load_state_dict(state["module"])
-            acting.weights.set_state(acting.copy, state["acting"])
-        for name, pipeline in self._saved_pipelines():
-            pipeline.set_state(state["pipelines"][name])
-        self.metrics.set_state(state["metrics"])
-        self._checkpoints.saved = dict(state["attached"])
-        steps = state["steps_before"]
-        now, before = layout_of(environments), state["layout"]
-        if now == before:
-            environments.begin_at(state["first_step"])
-            for lane, each in zip(environments.lanes, state["lanes"], strict=True):
-                go_on(lane, each, self.env_to_module)
-            environments.go_on_from(state["environments"], state["credits"].get("order"))
-            self._credits.set_state(state["credits"])
-            self.returns.set_state(state["returns"])
-            self._rounds.set_state(state["rounds"], made)
-            self._rounds.collector.set_state(state["open_episodes"])
-            self._waiting = [made(each) for each in state["waiting"]]
-        else:
-            steps = state["num_steps"]
-            environments.begin_at(state["vector_steps"])
-            self.returns.set_state({**state["returns"], "open": []})
-            logger.warning(
-                "the run goes on with %s where it had %s: weights, connectors, counts and what is attached are kept; "
-                "environments begin anew, and what was under way is left out",
-                *(shown({name: of[name] for name in of if now[name] != before[name]}) for of in (now, before)),
-            )
-        self._steps_before, self._is_restored, self._generators = steps, now == before, state["generators"]
-        self.log.go_on_from(steps, state["log_rounds"])
-
-    def _saved_pipelines(self) -> list[tuple[str, Any]]:
-        return [*self._acting.named_pipelines, ("learner", self.learner_pipeline)]
-
     def _make_learner(self) -> None:
         acting = self._acting
         self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
@@ -393,8 +237,8 @@ class Rollout(RolloutLoop[Fragment]):
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
 
-    def _learner_pipelines(self) -> list[LearnerConnectorPipeline]:
-        return [self.learner_pipeline]
+    def _learner_pipelines(self) -> Mapping[str, LearnerConnectorPipeline]:
+        return {"learner": self.learner_pipeline}
 
 
 class TrainingCheck:

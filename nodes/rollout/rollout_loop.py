@@ -1,13 +1,15 @@
 """A rollout as its users have it: a plain loop, an async one, or a node of a graph."""
 
 import abc
+import logging
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from os import PathLike
-from threading import Lock
+from pathlib import Path
+from threading import Lock, get_ident
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
@@ -23,8 +25,18 @@ from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.episode_returns import C
+from rollflow.nodes.offloaded.lane_state import check_lanes, fragment_in, go_on, plain_fragment, state_of_lane
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
-from rollflow.nodes.rollout.checkpoint import RunCheckpoints, set_generators
+from rollflow.nodes.rollout.checkpoint import (
+    RunCheckpoints,
+    State,
+    generators,
+    kept_of,
+    keywords_of,
+    layout_of,
+    read,
+    set_generators,
+)
 from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
@@ -40,7 +52,8 @@ from rollflow.nodes.stages.rounds import (
     RolloutIterator,
 )
 from rollflow.stream.data.closing import closing_on_error, holding_interrupts, noting_in
-from rollflow.stream.data.errors import GraphError, RunError, shown, warn_caller
+from rollflow.stream.data.errors import GraphError, RunError, noted, shown, warn_caller
+from rollflow.stream.data.infos import copied
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.graph import Graph
@@ -53,6 +66,7 @@ from rollflow.stream.observe.stacks import outside_of_rollflow
 from rollflow.stream.observe.trace import FragmentTrace
 from rollflow.stream.observe.waits import CALLER, Diagnosis, Sign
 
+logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
 
@@ -62,14 +76,17 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     env        environments, as they were given
     options    its keywords
+    given      those that it was given, and `env`, for `resume`
     rollout    class of the rollout
     kind       of its environments
     """
 
     returns: Any
 
-    def __init__(self, env: Any, options: RolloutOptions, *, rollout: type, kind: EnvKind) -> None:
-        self._env, self.seed = env, options.seed
+    def __init__(
+        self, env: Any, options: RolloutOptions, *, given: Mapping[str, Any], rollout: type, kind: EnvKind
+    ) -> None:
+        self._env, self.seed, self._given = env, options.seed, given
         self.environments, self.placement, options = place(env, options, rollout=rollout, kind=kind)
         with closing_on_error(self.environments.close):
             self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options.watch)
@@ -173,7 +190,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     def _make_lanes(self) -> None:
         """Have lanes for the pipelines as they are."""
-        acting, pipelines = self._acting, (*self._acting.pipelines, *self._learner_pipelines())
+        acting, pipelines = self._acting, (*self._acting.pipelines, *self._learner_pipelines().values())
         lookback = lookback_for(self._options.lookback, pipelines, stateful=acting.is_stateful)
         acting.make_lanes(self.environments, lookback, self.seed)
 
@@ -181,17 +198,13 @@ class RolloutLoop(abc.ABC, Generic[F]):
     def _make_acting(self, options: RolloutOptions) -> Acting | AgentsActing:
         """Make what acts, and `returns`, which has those of the last episodes."""
 
-    def _captured(self) -> tuple[dict[str, Any], int]:
-        """The state of a run, and the number of its transitions: of one agent alone."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def _make_learner(self) -> None:
         """Make the learner pipeline, or one for each module."""
 
     @abc.abstractmethod
-    def _learner_pipelines(self) -> list[LearnerConnectorPipeline]:
-        """The learner pipelines that there are now."""
+    def _learner_pipelines(self) -> Mapping[str, LearnerConnectorPipeline]:
+        """The learner pipelines that there are now, by their names in checkpoints."""
 
     def _check_fits(self) -> None:  # several agents have nothing to check
         """Raise ModuleError if its parts don't fit together: nothing has begun yet."""
@@ -497,6 +510,149 @@ class RolloutLoop(abc.ABC, Generic[F]):
             lost += self._ledger.lost_of(made)
         return {cause: steps for cause, steps in lost.items() if steps}
 
+    # Checkpoints
+
+    @classmethod
+    def resume(cls, folder: str | os.PathLike[str], env: Any = None, **keywords: Any) -> Self:
+        """A rollout that goes on from the newest checkpoint in a folder, or from the one that the folder is.
+
+        env, keywords    as for a new one: those of the run that was saved, but for those given here. Callables, modules
+                         and environments that were made are given again: a checkpoint can't have them
+
+        Its modules, which are given or made, have the weights, and `attach` loads what was saved beside. Raises
+        CheckpointError for what is no checkpoint, is damaged, or lacks what has to be given again.
+        """
+        path, state = read(folder)
+        env, keywords = keywords_of(state, env, keywords)
+        rollout = cls(env, **keywords)
+        with closing_on_error(rollout.close):
+            rollout._go_on_with(state)
+        rollout._checkpoints.resumed_from = path
+        logger.info("the run goes on from %s", path)
+        return rollout
+
+    def attach(self, **objects: Any) -> None:
+        """Save what these have learnt with the run: optimizers, schedules, whatever has state_dict and load_state_dict.
+
+        In a run that goes on with another one they load what was saved there under their names. Raises ValueError for
+        an object that lacks one of the two.
+        """
+        for name, each in objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise ValueError(
+                    f"attach({name}=…) is given {shown(each)}, expected an object with state_dict and load_state_dict"
+                )
+            if name in self._checkpoints.saved:
+                each.load_state_dict(self._checkpoints.saved.pop(name))
+            self._checkpoints.attached[name] = each
+
+    def save(self, folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
+        """Save the run as it stands, in the thread of its loop, for `resume`; the checkpoint's own folder in `folder`.
+
+        keep    newest checkpoints that are kept there
+
+        Lanes stop at their next step for as long as their state is copied. Raises RunError if it does not run, and
+        CheckpointError for what can't be saved: what pieces keep with episodes, and infos, are to be plain values.
+        """
+        return self._checkpoints.save(folder, keep)
+
+    def _captured(self) -> tuple[State, int]:
+        """The state of a run, in the thread of its loop, and the number of its transitions: all copies."""
+        if self._is_in_graph or self._state != "running":
+            stands = "in a graph" if self._is_in_graph else self._state
+            raise RunError(f"the rollout is {stands}, expected save() while a loop over it runs, in the loop's thread")
+        if get_ident() != self._checkpoints.thread:
+            raise RunError("save() was called in another thread, expected that of the loop, between two rounds")
+        assert self._drive is not None
+        return self.capture(self._drive.standing_still)
+
+    def capture(self, standing_still: Callable[[Callable[[Sequence[Any]], State]], State]) -> tuple[State, int]:
+        """The state of a run, and the number of its transitions: all copies.
+
+        standing_still    calls a function while every lane stands at the gate, with the fragments that were not taken
+
+        Raises CheckpointError for lanes whose state can't be saved.
+        """
+        acting, environments, given = self._acting, self.environments, dict(self._given)
+
+        def plain(fragment: F) -> State:
+            return plain_fragment(fragment, environments.lanes[fragment.lane])
+
+        def stand(waiting: Sequence[Any]) -> State:
+            return {
+                "acting": copied(acting.get_state()),
+                "pipelines": {name: copied(pipeline.get_state()) for name, pipeline in self._saved_pipelines()},
+                "lanes": [state_of_lane(lane) for lane in environments.lanes],
+                "environments": environments.get_state(),
+                "vector_steps": environments.vector_steps,
+                "first_step": environments.lanes[0].first_step,
+                "credits": self._credits.get_state(),
+                "waiting": [*map(plain, waiting)],
+            }
+
+        check_lanes(environments.lanes)
+        state = standing_still(stand)
+        if given.get("seed") is None:
+            given["seed"] = self.seed
+        state |= {
+            "layout": layout_of(environments),
+            "keywords": kept_of(given),
+            "metrics": self.metrics.get_state(),
+            "returns": self.returns.get_state(),
+            "rounds": self._rounds.get_state(plain),
+            "open_episodes": copied(self._rounds.collector.get_state()),
+            "log_rounds": self.log.rounds,
+            "num_steps": self.num_steps,
+            "steps_before": self._steps_before,
+            "generators": generators(),
+        }
+        return state, self.num_steps
+
+    def _go_on_with(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of another run, before this one begins.
+
+        With other lanes than it had, environments begin anew, which is logged.
+        """
+        acting, environments = self._acting, self.environments
+
+        def made(plain: Mapping[str, Any]) -> F:
+            fragment: F = fragment_in(plain, environments.lanes[plain["lane"]])
+            return fragment
+
+        self._prepare_lanes()
+        with noted("expected the modules of the run that was saved"):
+            acting.set_state(state["acting"])
+        for name, pipeline in self._saved_pipelines():
+            pipeline.set_state(state["pipelines"][name])
+        self.metrics.set_state(state["metrics"])
+        self._checkpoints.saved = dict(state["attached"])
+        steps = state["steps_before"]
+        now, before = layout_of(environments), state["layout"]
+        if now == before:
+            environments.begin_at(state["first_step"])
+            for lane, each in zip(environments.lanes, state["lanes"], strict=True):
+                go_on(lane, each, acting)
+            environments.go_on_from(state["environments"], state["credits"].get("order"))
+            self._credits.set_state(state["credits"])
+            self.returns.set_state(state["returns"])
+            self._rounds.set_state(state["rounds"], made)
+            self._rounds.collector.set_state(state["open_episodes"])
+            self._waiting = [made(each) for each in state["waiting"]]
+        else:
+            steps = state["num_steps"]
+            environments.begin_at(state["vector_steps"])
+            self.returns.set_state({**state["returns"], "open": []})
+            logger.warning(
+                "the run goes on with %s where it had %s: weights, connectors, counts and what is attached are kept; "
+                "environments begin anew, and what was under way is left out",
+                *(shown({name: of[name] for name in of if now[name] != before[name]}) for of in (now, before)),
+            )
+        self._steps_before, self._is_restored, self._generators = steps, now == before, state["generators"]
+        self.log.go_on_from(steps, state["log_rounds"])
+
+    def _saved_pipelines(self) -> list[tuple[str, Any]]:
+        return [*self._acting.named_pipelines, *self._learner_pipelines().items()]
+
     # Functions that are called: one is given by a call, or by a decorator such as `@rollout.on_episode`. Several of one
     # kind are called in the order in which they came.
 
@@ -698,7 +854,7 @@ class RolloutLog(RunLog):
             raise GraphError("trace is for a loop over the rollout, expected graph.run(trace=…) in a graph")
         return _LogNode(self, self._note, self._rollout)
 
-    def hand_over_trace(self) -> str | PathLike[str] | None:
+    def hand_over_trace(self) -> str | os.PathLike[str] | None:
         """Leave the trace to whoever runs the graph, and return its file; None: none is to be written."""
         trace, self._trace = self._trace, None
         return trace

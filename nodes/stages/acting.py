@@ -98,6 +98,14 @@ class Acting:
             raise ValueError(f"state has versions of {list(versions)}, expected that of one module, of a Rollout")
         self.weights.go_on_from(versions[""])
 
+    def get_state(self) -> dict[str, Any]:
+        """The weights of the module, of the copy that acts, and of those that wait: none is copied."""
+        return state_of_module(self.module, self.copy, self.weights)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave. Before any weights are published."""
+        set_state_of_module(self.module, self.copy, self.weights, state)
+
     def begin_lane(self, lane: Lane, seed: int) -> None:
         """Give a lane the generators that its actions are sampled with."""
         lane.shared_data |= sampling_data(lane.index, seed, "module", lane.device)
@@ -176,6 +184,19 @@ def acting_for(
         EnvToModulePipeline.default(*spaces, before, stateful=stateful, device=on_device),
         ModuleToEnvPipeline.default(*spaces, after, stateful=stateful),
     )
+
+
+def state_of_module(module: Any, copy: Any, weights: PolicyWeights) -> dict[str, Any]:
+    """The weights of a module that is trained, of the copy that acts, and of those that wait: none is copied."""
+    trained = module.state_dict() if hasattr(module, "state_dict") else None
+    return {"trained": trained, "acts": weights.get_state(copy)}
+
+
+def set_state_of_module(module: Any, copy: Any, weights: PolicyWeights, state: Mapping[str, Any]) -> None:
+    """Have a module, and the copy that acts, go on from what `state_of_module` gave."""
+    if state["trained"] is not None:
+        module.load_state_dict(state["trained"])
+    weights.set_state(copy, state["acts"])
 
 
 def left_by(pieces: Sequence[Any], spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.tree import library_of
+
 _PLAIN = frozenset({bool, int, float, str, type(None), *np.sctypeDict.values()})  # types that need no copy
 
 
@@ -51,7 +53,10 @@ class SlotInfos(Mapping[str, Any]):
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of a value of infos, through arrays any[...], dicts, lists and tuples: environments reuse theirs."""
+    """A deep copy of infos, or of a state, through arrays and tensors any[...], dicts, lists and tuples.
+
+    Whose they are may write over them later.
+    """
     if type(value) is dict:
         return {key: part if type(part) in _PLAIN else copied(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
@@ -64,7 +69,7 @@ def copied(value: Any) -> Any:
         return copied(dict(value))
     if type(value) is list or type(value) is tuple:
         return type(value)(map(copied, value))
-    return value
+    return value if library_of(value) is np else value.detach().clone()
 
 
 def info_of(infos: Mapping[str, Any], slot: int) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from walk_env import Stuck, Walk
 
 from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout, Timeouts
 from rollflow.nodes import RandomModule
-from rollflow.nodes.rollout.checkpoint import copied
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
+from rollflow.stream.data.infos import copied
 from rollflow.stream.data.tree import leaves_of
 
 ROUNDS, STOP = 8, 3

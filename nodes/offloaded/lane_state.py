@@ -5,44 +5,81 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
-from rollflow.nodes.offloaded.fragment_message import completed, described, sent_columns
-from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.tree import map_tree
+from rollflow.nodes.offloaded.fragment_message import completed, described, fragment_of, message_of_lane, sent_columns
+from rollflow.stream import wire
+from rollflow.stream.data.errors import CheckpointError
+from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.fragments.lane import Lane
 
 State = dict[str, Any]
 _OF_LANE = "num_steps", "vector_steps", "policy_version"
 
 
-def state_of_lane(lane: Lane) -> State:
+def check_lanes(lanes: Sequence[Any]) -> None:
+    """Raise CheckpointError for a lane whose state can't be saved."""
+    if wrong := next((type(lane).__name__ for lane in lanes if type(lane) not in _KINDS), None):
+        raise CheckpointError(
+            f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here or "
+            "in threads or worker processes; state_dict() has what every run has counted"
+        )
+
+
+def state_of_lane(lane: Any) -> State:
     """The state of a lane: its open fragment with the lookback, its counts, and what it samples with. All copies."""
+    state_of, _ = _KINDS[type(lane)]
+    return state_of(lane)
+
+
+def go_on(lane: Any, state: Mapping[str, Any], acting: Any) -> None:
+    """Have a new lane go on from the state of another, as `state_of_lane` gave it.
+
+    acting    what acts in its environments
+    """
+    _, go_on_from = _KINDS[type(lane)]
+    go_on_from(lane, state, acting)
+
+
+def plain_fragment(fragment: Any, lane: Any) -> State:
+    """A lane's fragment as plain values and arrays. All copies."""
+    message = message_of_lane(lane, 0, fragment, {})
+    return {
+        "lane": fragment.lane,
+        "columns": copied(message.columns),
+        "rest": copied(plain_rest(message.rest, fragment.infos)),
+    }
+
+
+def fragment_in(plain: Mapping[str, Any], lane: Any) -> Any:
+    """The fragment that `plain_fragment` was given."""
+    message = wire.Fragment(plain["lane"], 0, plain["columns"], rest_of(plain["rest"]))
+    return fragment_of(message, lane.layout, lane.observation_spaces)
+
+
+# Lanes of one agent
+
+
+def _state_of_lane(lane: Lane) -> State:
     part = copy.copy(lane.fragment)
     part.num_rows = lane.row - lane.layout.lookback
     part.observation_space = lane.observation_space
-    columns = {name: map_tree(np.copy, rows) for name, rows in sent_columns(part).items()}
     rest = described(part, lane.observation_spaces)
     return {
-        "columns": columns,
+        "columns": copied(sent_columns(part)),
         "rest": plain_rest(rest, part.infos[: lane.row + 1]),
         "starts": lane.episode_start.copy(),
         "numbers": lane.episode_number.copy(),
         "ended": np.flatnonzero(lane.dead),
         "data": [[*key, data] for key, data in copy.deepcopy(lane.custom_data).items()],
-        "batch": map_tree(_kept, lane.batch),
+        "batch": copied(lane.batch),
         "sampling": _state_of_sampling(lane.shared_data),
         **{name: getattr(lane, name) for name in _OF_LANE},
     }
 
 
-def go_on(lane: Lane, state: Mapping[str, Any], pipeline: Any) -> None:
-    """Have a new lane go on from the state of another, as `state_of_lane` gave it.
-
-    pipeline    env-to-module pipeline, which says the spaces of its pieces
-    """
-    lane.observation_spaces = (lane.observation_space, *pipeline.observation_spaces)
+def _go_on_lane(lane: Lane, state: Mapping[str, Any], acting: Any) -> None:
+    lane.observation_spaces = (lane.observation_space, *acting.env_to_module.observation_spaces)
     rest = rest_of(state["rest"])
     completed(lane.fragment, rest)
     lane.fragment.custom_data = {}
@@ -57,8 +94,7 @@ def go_on(lane: Lane, state: Mapping[str, Any], pipeline: Any) -> None:
     _set_sampling(lane.shared_data, state["sampling"])
 
 
-def _kept(leaf: Any) -> Any:
-    return leaf.detach().clone() if torch.is_tensor(leaf) else np.copy(leaf)
+# Parts of a state
 
 
 def plain_rest(rest: Mapping[str, Any], infos: Sequence[Mapping[str, Any]]) -> State:
@@ -103,3 +139,9 @@ def _set_sampling(shared: State, state: Mapping[str, Any]) -> None:
     shared |= state["plain"]
     shared["generator"].set_state(state["generator"])
     shared[RACES].set_state(state[RACES])
+
+
+# Class of a lane -> what gives its state, and what has a new one go on from that. A subclass is another kind.
+_KINDS: dict[type, tuple[Callable[[Any], State], Callable[[Any, Mapping[str, Any], Any], None]]] = {
+    Lane: (_state_of_lane, _go_on_lane),
+}
