@@ -46,8 +46,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/metrics": (582, 10),  # returns that go on; columns on a device
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1719, 25),  # states of lanes, from nodes/rollout; numbers of other hosts checked
-    "nodes/policies": (2015, 9),  # an evaluation refuses what a rollout refuses
-    "nodes/rollout": (1959, 18),  # checkpoints; a look for Ctrl-C
+    "nodes/policies": (2024, 9),  # policies that are pickled; an evaluation refuses what a rollout refuses
+    "nodes/rollout": (2114, 21),  # evaluations beside a run; checkpoints; a look for Ctrl-C
     "nodes/stages": (
         2035,
         22,

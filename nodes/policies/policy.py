@@ -706,8 +706,20 @@ class Policy:
         lane.first_step, lane.shared_data = self.trained_on.get(VECTOR_STEPS, 0), dict(self._sampling)
         return lane
 
+    def __reduce__(self) -> Any:  # as a copy without sessions that learns nothing, as `_copy` makes one
+        self._weights.load_into(self.module)
+        options = {name: getattr(self, name) for name in ("observation_space", "action_space", "explore")}
+        parts = self.module, self.env_to_module, self.module_to_env
+        return _unpickled, (type(self), parts, options, self.trained_on)
+
     def __repr__(self) -> str:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"
+
+
+def _unpickled(kind: type[Policy], parts: Sequence[Any], options: Mapping[str, Any], facts: dict[str, Any]) -> Policy:
+    made = kind(*parts, **options)
+    made.trained_on = facts
+    return made
 
 
 def save_all(policies: Mapping[Path, Policy], *, onnx: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,6 +14,7 @@ from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.modules.rl_module import MultiRLModule
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
+from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate, evaluate_agents
 from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
 from rollflow.nodes.rollout.options import MultiAgentKeywords, RolloutOptions, options_of, with_keywords
@@ -203,8 +205,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
         env    makes an environment; None: the function that the rollout was given
         """
-        made = env_to_evaluate(self._env, "the rollout was given", may_be_id=False) if env is None else env
-        return evaluate_agents(self._policies.of_all(), made, episodes, seed=seed)
+        found: dict[Any, Evaluation] = self._played(env, episodes, {"seed": seed})[0]()
+        return found
 
     def add_module(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
         """Have a module act from now on, for agents that are mapped to it when they begin. From any thread.
@@ -234,6 +236,13 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         return self._acting.versions()
 
     # What every rollout has
+
+    def _played(self, env: Any, episodes: int, options: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        made = env_to_evaluate(self._env, "the rollout was given", may_be_id=False) if env is None else env
+        policies = self._policies.of_all()
+        play = partial(evaluate_agents, policies, made, episodes, **options)
+        folders = {folder_of(policy.trained_on["module"]): policy for policy in policies.values()}
+        return play, lambda path: {path / name: each for name, each in folders.items()}, dict(self.policy_versions)
 
     def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
         return self.learner.batch_of(fragments)

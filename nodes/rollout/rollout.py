@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
@@ -190,10 +191,16 @@ class Rollout(RolloutLoop[Fragment]):
 
         Raises PolicyError if such environments can't be made one by one.
         """
-        made = env_to_evaluate(self._env, "the rollout was given", may_be_id=True) if env is None else env
-        return self.policy().evaluate(made, episodes, **options)
+        found: Evaluation = self._played(env, episodes, options)[0]()
+        return found
 
     # What every rollout has
+
+    def _played(self, env: Any, episodes: int, options: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        made = env_to_evaluate(self._env, "the rollout was given", may_be_id=True) if env is None else env
+        policy = self.policy()
+        play = partial(policy.evaluate, made, episodes, **options)
+        return play, lambda path: {path: policy}, policy.trained_on["policy_version"]
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults: those of every rollout, of its module and of its returns."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, Generic, Self, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 import anyio.to_thread
 
-from rollflow.nodes.argument_checks import check_flags, is_whole
+from rollflow.nodes.argument_checks import check_flags, check_numbers, is_whole
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.environments import Environments, EnvKind
@@ -38,6 +39,7 @@ from rollflow.nodes.rollout.checkpoint import (
     set_generators,
 )
 from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
+from rollflow.nodes.rollout.evaluations import Evaluations
 from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
 from rollflow.nodes.stages.acting import Acting, lookback_for
@@ -152,6 +154,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
         self._checkpoints = RunCheckpoints(self._captured, options.checkpoints)
+        self._beside: list[tuple[Evaluations, Callable[[Evaluations], None]]] = []
         if options.checkpoints is not None:
             self.environments.record_actions()
 
@@ -510,6 +513,44 @@ class RolloutLoop(abc.ABC, Generic[F]):
             lost += self._ledger.lost_of(made)
         return {cause: steps for cause, steps in lost.items() if steps}
 
+    def evaluate_every(
+        self,
+        steps: int,
+        *,
+        env: Any = None,
+        episodes: int = 20,
+        best: str | Path | None = None,
+        **options: Any,
+    ) -> Evaluations:
+        """Evaluate the newest weights each time so many environment steps were made, in a process beside the rollout.
+
+            env, episodes, options    of `evaluate`; what is given is pickled for the other process
+            best                      folder that has the policy with the highest mean return so far, as `save_policy`
+                                      writes it; one of an earlier run counts. None: none is kept
+
+        The rollout is never held up: an evaluation that is due while another is under way is late. Loops alone begin
+        them, between two rounds. The log has `eval/return`, `eval/length` and `eval/version`; `done` of what is
+        returned has them all. Raises ValueError for numbers below 1, and PolicyError as `evaluate` does.
+        """
+        check_numbers(steps=(steps, 1), episodes=(episodes, 1))
+        play, *_ = self._played(env, episodes, options)  # raises what is wrong
+        try:
+            signature(play)
+        except ValueError:
+            raise TypeError(f"evaluate_every got {sorted(options)}, expected keywords of evaluate") from None
+        evaluations = Evaluations(steps, best, self.log)
+
+        def begin(evaluations: Evaluations) -> None:
+            play, policies, version = self._played(env, episodes, options)
+            evaluations.begin(self.num_steps, version, play, policies)
+
+        self._beside.append((evaluations, begin))
+        return evaluations
+
+    @abc.abstractmethod
+    def _played(self, env: Any, episodes: int, options: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """A call that plays with copies of the policies, a function of the path for those, and their versions."""
+
     # Checkpoints
 
     @classmethod
@@ -704,6 +745,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._interrupted_by = type(error).__name__
         self._rounds.let_go()
         self._relay.take(())
+        for evaluations, _ in self._beside:
+            evaluations.close()
         self.log.end()
         self._checkpoints.end()
 
@@ -763,6 +806,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
         if self._state != "running":
             raise closed
         self._checkpoints.look()
+        for evaluations, begin in self._beside:
+            if evaluations.is_due(self.num_steps):
+                begin(evaluations)
         try:
             yield drive
         except Exception as error:
