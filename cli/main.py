@@ -27,7 +27,6 @@ COMMANDS = {
     "record": "have a saved policy play whole episodes, and write them to a dataset",
     "doctor": "say where the threads of a running process stand",
     "top": "look at the runs of this user on this machine",
-    "trace": "write what a running run does, for ui.perfetto.dev or chrome://tracing",
     "view": "look at the runs of this user on this machine in a browser",
 }
 """Command -> what it does. Its module has `add_arguments(parser)` and `run(args)`, and is described by its docstring.

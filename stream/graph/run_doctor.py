@@ -1,22 +1,18 @@
 """Doctors of runs: what watches them, traces them and shows them; and that of a run on an event loop."""
 
 import logging
-import select
-import socket
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
-from threading import Event, RLock, Thread, current_thread
-from typing import TYPE_CHECKING, Any, BinaryIO
+from threading import Event, Lock, Thread, current_thread
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
 
-from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.drawing import run_snapshot
@@ -24,9 +20,9 @@ from rollflow.stream.graph.meter import clock, node_trace
 from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.observe.run_socket import TRACE_BEGUN, RunSocket
+from rollflow.stream.observe.run_socket import RunSocket
 from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now, stack_lines, stack_of_thread
-from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace
+from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
 from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallWatch
 
@@ -41,7 +37,7 @@ _REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyi
 
 
 class Tracing:
-    """Has the meters and nodes of a run write a trace, one at a time.
+    """Has the meters and nodes of a run write one trace.
 
     Nodes that have a method `take_trace(name, trace)` are given their name and a `FragmentTrace`, and None at its end.
 
@@ -53,60 +49,30 @@ class Tracing:
     def __init__(self, counters: RunCounters) -> None:
         self.fragments: FragmentTrace | None = None
         self._counters = counters
-        self._trace: Trace | None = None
-        self._file: BinaryIO | None = None  # of the trace that began last
-        self._rollouts: dict[str, FragmentTrace] = {}  # by the prefix of their nodes
-        self._end: Callable[[], object] | None = None
-        self._lock = RLock()  # held while a trace begins, and while it is taken from what writes it
+        self._end: Callable[[], object] | None = None  # while there is a trace
+        self._lock = Lock()  # held while the trace begins, and while it is taken from what writes it
 
     def begin(self, path: str | PathLike[str] | None) -> None:
         """Begin a trace to a file; None: none. Raises OSError if it can't be written."""
-        if path is not None:
-            with self._lock:
-                self._begin(open_trace(path))
-
-    def serve(self, asker: socket.socket, path: Path) -> None:
-        """Begin a trace to a file for who asks for it, until that end of the connection says no more.
-
-        If there is none to be had, the asker is told nothing. From any thread.
-        """
-        poll = select.poll()
-        poll.register(asker, select.POLLIN)
-        with self._lock, suppress(OSError, ValueError):
-            is_new_or_file = path.is_file() or not path.exists()  # to open a pipe may take for ever
-            if self._trace is None and is_new_or_file and not poll.poll(0):  # who asks is there
-                check_trace(path)
-                file = open_trace(path)
-                with closing_on_error(file.close):
-                    asker.sendall(TRACE_BEGUN)
-                self._begin(file, lambda: not poll.poll(0), asker)
-                return
-        _hang_up(asker)
-
-    def _begin(
-        self, file: BinaryIO, goes_on: Callable[[], bool] | None = None, asker: socket.socket | None = None
-    ) -> None:
+        if path is None:
+            return
         graph, end = self._counters.graph, weakref.WeakMethod(self.end)
-        self._file = file
-        self._trace = trace = Trace(file, f"rollflow {graph.name}", lambda: _ended(end(), file, asker), goes_on)
-        self._end = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
-        self._rollouts = {}
-        self.fragments = self._of("")
-        for name, take_trace in graph.having("take_trace"):
-            take_trace(name, self._of("".join(name.rpartition("/")[:2])))
-        for meter in self._counters.meters:
-            meter.take_trace(node_trace(trace, meter.name))
+        with self._lock:
+            trace = Trace(open_trace(path), f"rollflow {graph.name}", lambda: _call_if_there(end()))
+            self._end = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
+            self.fragments = FragmentTrace(trace, "")
+            rollouts = {"": self.fragments}  # by the prefix of their nodes
+            for name, take_trace in graph.having("take_trace"):
+                prefix = "".join(name.rpartition("/")[:2])
+                take_trace(name, rollouts.setdefault(prefix, FragmentTrace(trace, prefix)))
+            for meter in self._counters.meters:
+                meter.take_trace(node_trace(trace, meter.name))
 
-    def end(self, file: BinaryIO | None = None) -> None:
-        """End the trace, written to its end; again does nothing. From any thread.
-
-        file    of the trace that is meant, if another one may have begun; None: whichever there is
-        """
-        with self._lock:  # the next one begins when this one is taken from all meters
-            if file is not None and file is not self._file:
-                return
-            end = self._end
-            self._trace = self.fragments = self._end = None
+    def end(self) -> None:
+        """End the trace, written to its end; again does nothing. From any thread."""
+        with self._lock:
+            end, self._end = self._end, None
+            self.fragments = None
             if end is not None:
                 self._take_from()
         if end is not None:
@@ -123,26 +89,11 @@ class Tracing:
         for name, take_trace in self._counters.graph.having("take_trace"):
             take_trace(name, None)
 
-    def _of(self, prefix: str) -> FragmentTrace:
-        assert self._trace is not None
-        return self._rollouts.setdefault(prefix, FragmentTrace(self._trace, prefix))
 
-
-def _ended(end: Callable[[BinaryIO], object] | None, file: BinaryIO, asker: socket.socket | None) -> None:
-    """Tell a run's tracing that a trace was written to its end, and then who asked for it, who may ask for the next.
-
-    end    None: the run has been forgotten
-    """
+def _call_if_there(end: Callable[[], None] | None) -> None:
+    """End a run's tracing; None: the run has been forgotten."""
     if end is not None:
-        end(file)
-    if asker is not None:
-        _hang_up(asker)
-
-
-def _hang_up(asker: socket.socket) -> None:
-    """End a connection, also if a process that was forked meanwhile holds it as well."""
-    with asker, suppress(OSError):  # who asks may be gone
-        asker.shutdown(socket.SHUT_RDWR)
+        end()
 
 
 class Doctor(Probe):
@@ -151,7 +102,7 @@ class Doctor(Probe):
     counters   of the run
     rules      when and how it speaks
     snapshot   method that gives what there is to see of the run; held weakly
-    trace_to   file for a trace; None: there is one only when it is asked for
+    trace_to   file for a trace; None: there is none
 
     is_over    whether it watches no more
     """
@@ -170,7 +121,7 @@ class Doctor(Probe):
         self._thread: Thread | None = None
         self._answering = ExitStack()
         self._tracing = Tracing(counters)
-        self._socket = RunSocket(snapshot, self._tracing.serve)
+        self._socket = RunSocket(snapshot)
 
     def start(self) -> None:
         """Begin. Raises OSError if the trace can't be written."""

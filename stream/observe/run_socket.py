@@ -1,4 +1,4 @@
-"""Run socket: through it a run gives snapshots of itself, and a trace; and the folder in which all runs have theirs."""
+"""Run socket: through it a run gives snapshots of itself; and the folder in which all runs have theirs."""
 
 import json
 import logging
@@ -22,37 +22,29 @@ from rollflow.stream.data.system import process_memory
 
 logger = logging.getLogger(__name__)
 
-_SEND_S = 1.0  # that an asker has to take a snapshot, or a part of a trace
-_ASK_S = 0.2  # that an asker has to say what it wants
+_SEND_S = 1.0  # that an asker has to take a snapshot
 _PAUSE_S = 0.25  # until it is tried again whether there are descriptors for a connection
 _TRIES = 5  # to open a socket in a folder that others remove when they end
 
 Snapshot = Callable[[], dict[str, Any]]
-Serve = Callable[[socket.socket, Path], None]
 FOLDER = "ROLLFLOW_RUNS"
 """Variable that names another folder; empty: runs have no sockets."""
 ANSWER_S = 2.0
 SUFFIX = ".sock"
-ASK_TRACE, TRACE_BEGUN = b"trace\n", b"+"  # what is said before a trace's path, and what is said to that
-_LONGEST = 1 << 12  # path of a trace
 _MOST = 1 << 26  # bytes of a snapshot
-_END_S, _MOST_S = 10.0, 1e6  # that a run has to end a trace; that a trace lasts at most
 
 
 class RunSocket:
     """Socket in the run folder. Who connects gets one snapshot as JSON, and the connection ends.
 
     snapshot    method that gives what the run says of itself; called in a thread of the socket, and held weakly
-    trace       method that writes a trace to a path for as long as a connection lasts. It is called if the other end
-                has said `ASK_TRACE` and the path, and held weakly, too. None: there are snapshots alone
 
     The thread waits until somebody asks. It answers while the run's own thread hangs in a call. A run without a socket,
     if none could be made, runs all the same.
     """
 
-    def __init__(self, snapshot: Snapshot, trace: Serve | None = None) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = weakref.WeakMethod(snapshot)
-        self._trace = None if trace is None else weakref.WeakMethod(trace)
         self._thread: threading.Thread | None = None
         self._end: Callable[[], object] | None = None
 
@@ -67,7 +59,7 @@ class RunSocket:
             logger.debug("the run has no socket to be looked at: %s", error)
             return
         stopping, stop = socket.socketpair()
-        arguments = (listening, stopping, self._snapshot, self._trace, time.time())
+        arguments = (listening, stopping, self._snapshot, time.time())
         self._thread = threading.Thread(target=_serve, args=arguments, name="rollflow snapshots", daemon=True)
         self._end = weakref.finalize(self, _ended, stop, path, os.getpid())
         self._thread.start()
@@ -121,7 +113,6 @@ def _serve(
     listening: socket.socket,
     stopping: socket.socket,
     snapshot: "weakref.WeakMethod[Snapshot]",
-    trace: "weakref.WeakMethod[Serve] | None",
     began: float,
 ) -> None:
     with listening, stopping:
@@ -136,22 +127,8 @@ def _serve(
                 pausing.poll(_PAUSE_S * 1e3)
                 continue
             with asking, suppress(OSError):  # who asks may be gone
-                serve = None if trace is None else trace()
-                asked = b"" if serve is None else _said(asking)
                 asking.settimeout(_SEND_S)
-                if serve is not None and asked.startswith(ASK_TRACE):
-                    serve(asking.dup(), Path(os.fsdecode(asked.removeprefix(ASK_TRACE))))
-                else:
-                    asking.sendall(_answer(snapshot(), began))
-
-
-def _said(asking: socket.socket) -> bytes:
-    """What an asker says; nothing if it wants a snapshot."""
-    asking.settimeout(_ASK_S)
-    try:
-        return asking.recv(_LONGEST)
-    except TimeoutError:
-        return b""
+                asking.sendall(_answer(snapshot(), began))
 
 
 def _answer(snapshot: Snapshot | None, began: float) -> bytes:
@@ -211,7 +188,6 @@ def snapshot_at(path: Path) -> dict[str, Any]:
         asking.settimeout(ANSWER_S)
         try:
             asking.connect(str(path))
-            asking.shutdown(socket.SHUT_WR)  # it has nothing to say
             while len(data) < _MOST and (more := asking.recv(1 << 16)):
                 data += more
             found: dict[str, Any] = json.loads(data)
@@ -220,26 +196,6 @@ def snapshot_at(path: Path) -> dict[str, Any]:
         except ValueError:  # it ended within its answer
             raise ConnectionResetError(f"{path} has ended") from None
     return {**found, "path": str(path)}
-
-
-def trace_at(path: Path, to: Path, seconds: float) -> None:
-    """Have the run behind a socket write a trace, for so long, or until Ctrl-C or the end of the run.
-
-    Raises OSError if there is no run, or it writes no trace.
-    """
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(ANSWER_S)
-        asking.connect(str(path))
-        asking.sendall(ASK_TRACE + os.fsencode(to.absolute()))
-        if asking.recv(len(TRACE_BEGUN)) != TRACE_BEGUN:
-            raise ConnectionRefusedError(f"{path} writes no trace: it is being traced already, or can't write {to}")
-        try:
-            asking.settimeout(min(seconds, _MOST_S))
-            asking.recv(1)  # which ends with the run
-        except (TimeoutError, KeyboardInterrupt):
-            asking.shutdown(socket.SHUT_WR)
-            asking.settimeout(_END_S)
-            asking.recv(1)  # which ends with the file
 
 
 def _snapshot_or_none(path: Path) -> dict[str, Any] | None:

@@ -34,7 +34,6 @@ class Trace:
     file       where to; it is closed at the end
     title      the run's name
     on_end     called when it has been written to its end, or can't be written any more; in the thread
-    goes_on    is asked again and again whether somebody still wants more; None: until `close`
     most       spans that are kept until they are written: where more come, the oldest are dropped, and counted
     size       bytes after which it ends by itself, which is logged
 
@@ -46,12 +45,11 @@ class Trace:
         file: BinaryIO,
         title: str,
         on_end: Callable[[], object],
-        goes_on: Callable[[], bool] | None = None,
         *,
         most: int = MOST_SPANS,
         size: int = MOST_BYTES,
     ) -> None:
-        self._file, self._on_end, self._goes_on, self._most = file, on_end, goes_on, most
+        self._file, self._on_end, self._most = file, on_end, most
         self._size, self._written = size, 0
         self._pid = os.getpid()
         self.began = perf_counter_ns()
@@ -142,12 +140,10 @@ class Trace:
         try:
             with self._file:
                 self._file.write(b"[\n")
-                while not self._stop.wait(_EVERY_S) and (self._goes_on is None or self._goes_on()):
+                while not self._stop.wait(_EVERY_S):
                     self._write_new()
                     if self._written >= self._size:
-                        logger.warning(
-                            "the trace ends after %s bytes: `rollflow trace` writes another one", f"{self._size:,}"
-                        )
+                        logger.warning("the trace ends after %s bytes: trace seconds or minutes", f"{self._size:,}")
                         break
                 self._write_new()
                 end = {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "name": "end of the trace"}

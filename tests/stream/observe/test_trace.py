@@ -3,9 +3,7 @@
 import io
 import json
 import os
-import socket
 import threading
-import warnings
 from collections import Counter
 from pathlib import Path
 from time import perf_counter_ns
@@ -15,10 +13,6 @@ from typing import Any
 import pytest
 from traces import assert_valid, events_of
 
-from rollflow import Graph
-from rollflow.stream.graph.counters import RunCounters
-from rollflow.stream.graph.run_doctor import Tracing
-from rollflow.stream.observe.run_socket import TRACE_BEGUN
 from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace
 
 
@@ -99,7 +93,7 @@ def test_a_trace_that_gets_large_ends_whole_and_says_so(tmp_path: Path, caplog: 
     assert events[-1]["name"] == "end of the trace"
     assert path.stat().st_size > 1000
     [text] = [record.getMessage() for record in caplog.records]
-    assert text == "the trace ends after 1,000 bytes: `rollflow trace` writes another one"
+    assert text == "the trace ends after 1,000 bytes: trace seconds or minutes"
 
 
 @pytest.mark.parametrize("path", [3, "", "/", "/nowhere/run.trace"])
@@ -133,55 +127,6 @@ def test_an_older_trace_makes_way(tmp_path: Path, name: str) -> None:
 def test_a_pipe_takes_a_trace(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     check_trace(tmp_path / "pipe")
-
-
-@pytest.mark.slow
-def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_path: Path) -> None:
-    (asker, answers), path = socket.socketpair(), tmp_path / "other.trace"
-    serving = threading.Thread(target=lambda: tracing.serve(answers, path))
-
-    class Node:
-        def __call__(self, number: int) -> None:
-            pass
-
-        def take_trace(self, name: str, trace: Any) -> None:
-            if trace is None and not serving.ident:
-                serving.start()
-                serving.join(0.2)  # it has to wait for the end
-
-    graph = Graph()
-    graph.add(node=Node())
-    tracing = Tracing(RunCounters(graph))
-    tracing.begin(str(tmp_path / "run.trace"))
-    tracing.end()
-    assert events_of(tmp_path / "run.trace")[-1]["name"] == "end of the trace"
-    serving.join()
-    assert tracing.fragments is not None
-    with asker:
-        assert asker.recv(1) == TRACE_BEGUN
-        asker.shutdown(socket.SHUT_WR)
-        assert asker.recv(1) == b""
-    assert events_of(path)[-1]["name"] == "end of the trace"
-
-
-class Gone(socket.socket):
-    """The end of a connection whose other end goes just before something is sent."""
-
-    def sendall(self, *args: Any) -> None:
-        raise BrokenPipeError
-
-
-@pytest.mark.parametrize("is_gone", [True, False], ids=["before", "when it is told"])
-def test_no_file_is_left_open_for_who_has_asked_and_is_gone(tmp_path: Path, is_gone: bool) -> None:
-    (asker, answers), path, tracing = socket.socketpair(), tmp_path / "run.trace", Tracing(RunCounters(Graph()))
-    with asker, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if is_gone:
-            asker.close()
-        tracing.serve(Gone(fileno=answers.detach()), path)
-    assert tracing.fragments is None
-    assert path.exists() is not is_gone
-    assert [str(each.message) for each in caught] == []
 
 
 def fragment_of(lane: int, sequence: int) -> Any:
