@@ -47,7 +47,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1719, 25),  # states of lanes, from nodes/rollout; numbers of other hosts checked
     "nodes/policies": (2024, 9),  # policies that are pickled; an evaluation refuses what a rollout refuses
-    "nodes/rollout": (2114, 21),  # evaluations beside a run; checkpoints; a look for Ctrl-C
+    "nodes/rollout": (2136, 21),  # checkpoints that a kill leaves whole; evaluations beside a run; checkpoints
     "nodes/stages": (
         2035,
         22,

@@ -9,6 +9,7 @@ A checkpoint is there once its folder has its name, which it gets when both file
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 MANIFEST, ARRAYS = "checkpoint.json", "checkpoint.safetensors"
 _KIND, _FORMAT = "rollflow checkpoint", 1
 _NAME = "checkpoint-"
+_IS_ONE = re.compile(rf"{_NAME}\d{{12,}}(\.\d{{3}})?").fullmatch  # several of as many steps have numbers
 _RECORDS = {"forward": Forward, "timeouts": Timeouts, "watch": Watch, "checkpoints": Checkpoints}
 
 State = dict[str, Any]
@@ -138,7 +140,7 @@ class RunCheckpoints:
         of_attached = {name: copied(each.state_dict()) for name, each in self.attached.items()}
         state["attached"] = self._kept | self.saved | of_attached
         self._warn_of_restarts(state)
-        path = _made(folder) / f"{_NAME}{steps:012d}"
+        path = _next(_made(folder), steps)
         try:
             self._written = self._writer.submit(_write, path, state, keep)
         except RuntimeError:
@@ -244,23 +246,29 @@ def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
     except PolicyError as error:
         raise CheckpointError(f"the run can't be saved: {error}") from None
     kinds = [sorted({kind for each in lane for kind in each}) for lane in state["environments"]]
-    made = path.parent / f".{path.name}.new"
-    shutil.rmtree(made, ignore_errors=True)
+    for left in path.parent.glob(f".{_NAME}*"):  # by a process that was killed as it wrote
+        shutil.rmtree(left, ignore_errors=True)
+    made = _hidden(path)
     made.mkdir(parents=True)
     data = array_bytes(arrays)
     write_file(made / ARRAYS, data)
     manifest = {"kind": _KIND, "format": _FORMAT, "environments": kinds, "files": checksums({ARRAYS: data})}
     write_file(made / MANIFEST, manifest_bytes(manifest | {"state": plain}))
-    shutil.rmtree(path, ignore_errors=True)
+    for later in _there(path.parent):  # of a run before, which the next `resume` would go on from
+        if later.name > path.name:
+            aside = later.with_name(f"other-{later.name}")
+            logger.warning("%s is of another run, which was longer: it is moved to %s", later, aside.name)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(later, aside)
     os.rename(made, path)
-    there = _there(path.parent)
-    for later in there[there.index(path) + 1 :]:  # of a run before, which the next `resume` would go on from
-        aside = later.with_name(f"other-{later.name}")
-        logger.warning("%s is of another run, which was longer: it is moved to %s", later, aside.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(later, aside)
     for old in _there(path.parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        os.rename(old, _hidden(old))  # never a part of one by its name
+        shutil.rmtree(_hidden(old), ignore_errors=True)
+
+
+def _hidden(path: Path) -> Path:
+    """The folder of a checkpoint that is no whole one, beside its own."""
+    return path.with_name(f".{path.name}.new")
 
 
 def _made(folder: str | os.PathLike[str]) -> Path:
@@ -275,20 +283,47 @@ def _made(folder: str | os.PathLike[str]) -> Path:
 
 def _there(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
-    return sorted(each for each in folder.glob(f"{_NAME}*") if each.is_dir())
+    return sorted(each for each in folder.glob(f"{_NAME}*") if _IS_ONE(each.name) and each.is_dir())
+
+
+def _next(folder: Path, steps: int) -> Path:
+    """The path of a new checkpoint: one of as many steps stays until the new one is there."""
+    name = f"{_NAME}{steps:012d}"
+    same = [each.name for each in _there(folder) if each.name.startswith(name)]
+    return folder / (f"{name}.{int(same[-1].partition('.')[2] or 0) + 1:03d}" if same else name)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Path, State]:
     """The folder of a checkpoint, or of the newest one in a folder, and its state.
 
-    Raises CheckpointError for anything else, which names the one before, if there is one.
+    Raises CheckpointError for anything else, which names the newest one before that is whole, if there is one.
     """
     folder = Path(path)
     there = _there(folder)
     chosen = there[-1] if there else folder
     if not there and not (folder / MANIFEST).is_file():
         raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that rollout.save() was given")
-    others = f"; Rollout.resume({str(there[-2])!r}) is the one before" if len(there) > 1 else ""
+    try:
+        state = _state_at(chosen)
+    except CheckpointError as error:
+        before = next((each for each in there[-2::-1] if _is_whole(each)), None)
+        others = "" if before is None else f"; Rollout.resume({str(before)!r}) is the one before"
+        raise CheckpointError(f"{error}{others}") from None
+    if isinstance(checkpoints := state["keywords"].get("checkpoints"), dict):
+        checkpoints["folder"] = os.fspath(chosen.parent)  # which may be a copy of that of the run
+    return chosen, state
+
+
+def _is_whole(chosen: Path) -> bool:
+    try:
+        _state_at(chosen)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _state_at(chosen: Path) -> State:
+    """The state in the folder of a checkpoint. Raises CheckpointError, with the folder."""
     try:
         for name in (MANIFEST, ARRAYS):
             if not (chosen / name).is_file():
@@ -302,10 +337,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Path, State]:
             raise CheckpointError(f"{ARRAYS} was truncated or altered: its digest is not the manifest's")
         state: State = from_plain(manifest["state"], "state", arrays_of(data, ARRAYS))
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{chosen} can't be gone on from: {error}{others}") from None
-    if isinstance(checkpoints := state["keywords"].get("checkpoints"), dict):
-        checkpoints["folder"] = os.fspath(chosen.parent)  # which may be a copy of that of the run
-    return chosen, state
+        raise CheckpointError(f"{chosen} can't be gone on from: {error}") from None
+    return state
 
 
 def keywords_of(state: Mapping[str, Any], env: Any, given: Mapping[str, Any]) -> tuple[Any, State]:

@@ -629,6 +629,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 "first_step": environments.lanes[0].first_step,
                 "credits": self._credits.get_state(),
                 "waiting": [*map(plain, waiting)],
+                "metrics": self.metrics.get_state(),
+                "num_steps": self.num_steps,
+                "generators": generators(),
             }
 
         check_lanes(environments.lanes)
@@ -638,16 +641,13 @@ class RolloutLoop(abc.ABC, Generic[F]):
         state |= {
             "layout": layout_of(environments),
             "keywords": kept_of(given),
-            "metrics": self.metrics.get_state(),
             "returns": self.returns.get_state(),
             "rounds": self._rounds.get_state(plain),
             "open_episodes": copied(self._rounds.collector.get_state()),
             "log_rounds": self.log.rounds,
-            "num_steps": self.num_steps,
             "steps_before": self._steps_before,
-            "generators": generators(),
         }
-        return state, self.num_steps
+        return state, state["num_steps"]
 
     def _go_on_with(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of another run, before this one begins.

@@ -20,6 +20,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import walk_env
 from hypothesis import given, settings, strategies as st
 from numbered_env import NumberedEnv
 from together import Together
@@ -33,6 +34,7 @@ from rollflow.stream.data.infos import copied
 from rollflow.stream.data.tree import leaves_of
 
 ROUNDS, STOP = 8, 3
+SUPPORT = Path(walk_env.__file__).parent
 
 
 class Numbers(NumberedEnv):
@@ -294,6 +296,22 @@ def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
             Rollout.resume(tmp_path)
 
 
+def test_what_a_kill_has_left_goes_and_the_newest_whole_one_is_named(tmp_path: Path) -> None:
+    half = tmp_path / ".checkpoint-000000000007.new"
+    half.mkdir()
+    (tmp_path / "checkpoint-of-mine").mkdir()
+    with (run := begun()):
+        next(run.batches())
+        paths = [run.save(tmp_path, keep=3) for _ in range(3)]  # of as many steps: no moment is without one
+    assert not half.exists()
+    assert [each.name for each in paths] == [f"checkpoint-000000000064{end}" for end in ("", ".001", ".002")]
+    (paths[1] / "checkpoint.json").unlink()
+    (paths[2] / "checkpoint.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"064\.002 can't be .* Rollout.resume\('.*064'\) is the one before"):
+        Rollout.resume(tmp_path)
+    Rollout.resume(paths[0]).close()
+
+
 def test_what_no_file_can_hold_is_to_be_given_again(tmp_path: Path) -> None:
     with (run := begun(Walk, env_to_module_connector=filtered)):
         next(run.batches())
@@ -459,6 +477,14 @@ def test_a_programs_own_handler_of_sigterm_stays(tmp_path: Path) -> None:
             assert told == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_at_any_moment_are_those_that_never_stopped() -> None:
+    ways = "cartpole/inline", "pendulum/threads ahead", "cartpole/processes"
+    command = [sys.executable, "-m", "kill_runs", *ways, "--kills", "8", "--rounds", "12"]
+    done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 BEHIND = PROGRAM.replace(

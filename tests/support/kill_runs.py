@@ -1,0 +1,368 @@
+"""Runs that are stopped at any moment and go on, beside the same run that never stopped.
+
+    PYTHONPATH=tests/support python -m kill_runs cartpole/threads atari/inline --kills 200 --rounds 60
+
+Every life of a run is a process forked off this one. It notes each round with digests of the batch and of the weights:
+a round that is told twice, or that the whole run had too, has to have the same. Lives end by a call of `save`, by
+SIGTERM, by SIGKILL after any time, or by SIGKILL between two operations on files, or within a write, of a checkpoint.
+"""
+
+import argparse
+import importlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import torch
+
+from rollflow import Checkpoints, EpsilonGreedy, FrameStacking, MeanStdFilter, Rollout, minibatches
+from rollflow.nodes import Linear, PrevActionsPrevRewards
+from rollflow.stream.data.tree import leaves_of
+
+LONGEST_S = 120.0  # of the end of a life that is told to end
+OPERATIONS_OF_SAVES = 70  # of the first ones of a run, with the reading of those before
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+# Environments and pieces, for worker processes as well
+
+
+def atari(**options: Any) -> Any:
+    import ale_py
+
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Breakout-v5", frameskip=1, **options)
+    env = gym.wrappers.AtariPreprocessing(env, noop_max=10, screen_size=42)
+    return gym.wrappers.FrameStackObservation(env, 2)
+
+
+def minatar() -> Any:
+    from minatar.gym import BaseEnv
+
+    return gym.wrappers.TimeLimit(BaseEnv("breakout"), 50)
+
+
+def controlled() -> Any:
+    from dm_control import suite
+    from shimmy.dm_control_compatibility import DmControlCompatibilityV0
+
+    env = DmControlCompatibilityV0(suite.load("cartpole", "swingup", task_kwargs={"random": 3}))
+    return gym.wrappers.FlattenObservation(gym.wrappers.TimeLimit(env, 50))
+
+
+def short(id_: str, steps: int) -> Any:
+    return gym.make(id_, max_episode_steps=steps)
+
+
+def filtered(env: Any) -> Any:
+    return MeanStdFilter()
+
+
+def remembering(env: Any) -> Any:
+    return PrevActionsPrevRewards()
+
+
+def stacked(env: Any) -> Any:
+    return [MeanStdFilter(), FrameStacking(num_frames=3)]
+
+
+def stacks(*spaces: Any) -> Any:
+    return FrameStacking(num_frames=3, as_learner_connector=True)
+
+
+def greedy(env: Any) -> Any:
+    return EpsilonGreedy(schedule=Linear(0.9, 0.1, 2000))
+
+
+class Way(NamedTuple):
+    """A kind of run."""
+
+    env: Any
+    options: Mapping[str, Any] = {}
+    completes: bool = False
+
+
+ENVS: dict[str, Way] = {
+    "cartpole": Way("CartPole-v1", {"env_to_module_connector": filtered}),
+    "plain": Way(partial(short, "CartPole-v1", 60), {"env_to_module_connector": filtered, "lookback": 3}),
+    "pendulum": Way("Pendulum-v1", {"lookback": 2, "env_to_module_connector": filtered}),
+    "lstm": Way("CartPole-v1", {"model_config": {"use_lstm": True}, "env_to_module_connector": filtered}),
+    "pieces": Way("CartPole-v1", {"env_to_module_connector": remembering, "module_to_env_connector": greedy}),
+    "stacked": Way("CartPole-v1", {"env_to_module_connector": stacked, "learner_connector": stacks}),
+    "whole": Way("CartPole-v1", {"env_to_module_connector": filtered}, completes=True),
+    "cheetah": Way(partial(short, "HalfCheetah-v5", 40), {"env_to_module_connector": filtered}),
+    "hopper": Way("Hopper-v5", {"env_to_module_connector": filtered}),
+    "atari": Way(partial(atari, repeat_action_probability=0.0), {"num_envs": 2}),
+    "sticky": Way(partial(atari, repeat_action_probability=0.25), {"num_envs": 2}),
+    "minatar": Way(minatar),
+    "lander": Way("LunarLander-v3", {"env_to_module_connector": filtered}),
+    "control": Way(controlled, {"env_to_module_connector": filtered}),
+}
+PLACES: dict[str, Mapping[str, Any]] = {
+    "inline": {},
+    "lanes": {"lanes": 2},
+    "ahead": {"lanes": 2, "prefetch": 2, "deterministic": True},
+    "threads": {"lanes": 2, "where": "threads", "deterministic": True},
+    "threads ahead": {"lanes": 2, "where": "threads", "prefetch": 1, "deterministic": True},
+    "processes": {"lanes": 2, "where": "processes", "workers": 2, "deterministic": True},
+    "processes ahead": {"lanes": 2, "where": "processes", "workers": 2, "prefetch": 2, "deterministic": True},
+}
+
+
+# One life
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """A digest of tensors and arrays, with their names."""
+    found = sha256()
+    for name, value in sorted(values.items()):
+        found.update(name.encode())
+        for leaf in leaves_of(value):
+            found.update(np.ascontiguousarray(leaf.numpy() if torch.is_tensor(leaf) else leaf).tobytes())
+    return found.hexdigest()
+
+
+def update(rollout: Rollout, optimizer: Any, batch: Any) -> None:
+    """Something to learn, from minibatches that torch's own generator has shuffled."""
+    parts = [batch] if rollout.module.is_stateful() else minibatches(batch, max(2, len(batch["rewards"]) // 2))
+    for part in parts:
+        outputs = rollout.module.forward_train(dict(part))
+        loss = outputs["action_dist_inputs"].square().mean() + (outputs["vf_preds"] - part["rewards"]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(rollout.module.parameters(), 1.0)
+        optimizer.step()
+
+
+def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, saves_at: int = 0) -> None:
+    """Begin a run, or go on with it, and note its rounds; its last ones once it is over.
+
+    saves_at    rounds of this life after which it saves by a call, and leaves the loop; 0: it goes on
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    connectors = {name: each for name, each in way.options.items() if name.endswith("connector")}
+    if any(folder.glob("checkpoint-*")):
+        rollout = Rollout.resume(folder, way.env if callable(way.env) else None, **connectors)
+    else:
+        options = {"num_envs": 4, "fragment_length": 16, "seed": 3, **way.options}
+        rollout = Rollout(way.env, checkpoints=Checkpoints(folder, every_s=every_s, keep=2), **options)
+    optimizer = torch.optim.Adam(rollout.module.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    rollout.attach(optimizer=optimizer, schedule=schedule)
+    with rollout, told.open("a", buffering=1) as lines:
+        for count, batch in enumerate(rollout.batches(complete_episodes=way.completes), 1):
+            update(rollout, optimizer, batch)
+            schedule.step()
+            number, weights = rollout.log.rounds, rollout.module.state_dict()
+            rollout.publish(weights)
+            rollout.metrics.log_value("largest", float(batch["rewards"].max()), window=7)
+            returns = f"{rollout.returns.count} {rollout.returns.mean} {rollout.metrics.peek('largest')}"
+            returns = "" if way.options.get("prefetch") else returns  # how far it is ahead depends on the machine
+            lines.write(f"{number} {digest(batch)} {digest(weights)} {returns}\n")
+            if number >= rounds:
+                lines.write(f"end {digest(weights)}\n")
+                break
+            if count == saves_at:
+                rollout.save(folder, keep=2)
+                break
+        assert not rollout.lost or way.completes, rollout.lost
+
+
+def killing(folder: Path, number: int) -> None:
+    """Have this process be killed at so many operations on files in a folder, of which one is the middle of a write."""
+    left, sync = number, os.fsync
+
+    def counts() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    def look(event: str, arguments: Any) -> None:
+        if event in OPERATIONS and str(folder) in str(arguments[0]) and counts():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(descriptor: int) -> None:
+        if counts():
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+
+    os.fsync = half
+    sys.addaudithook(look)
+
+
+def forked(function: Callable[[], None]) -> int:
+    """Call a function in a fork of this process, which ends then; its id."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        function()
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+# Many lives
+
+
+class Found(NamedTuple):
+    """What lives of a run have told."""
+
+    lives: Counter[str]  # by how they ended
+    lines: int
+    twice: int  # of these, told more than once
+    differ: list[str]  # rounds that are not those of the run that never stopped, and errors
+    left: list[str]  # in the folder, and processes
+
+
+def whole(way: Way, rounds: int, folder: Path) -> dict[str, str]:
+    """What a run that never stops tells of each round."""
+    told = folder / "told"
+    pid = forked(partial(live, way, folder / "run", rounds, told, every_s=1e9))
+    assert os.waitpid(pid, 0)[1] == 0
+    return dict(line.split(" ", 1) for line in told.read_text().splitlines())
+
+
+def stopped(
+    way: Way, rounds: int, kills: int, folder: Path, expected: Mapping[str, str], draw: random.Random, longest_s: float
+) -> Found:
+    """Runs of so many kills in all, begun anew whenever one has come to its end, held against the whole run.
+
+    longest_s    until a signal comes, at most
+    """
+    lives: Counter[str] = Counter()
+    differ: list[str] = []
+    left: list[str] = []
+    lines = twice = run = 0
+    while sum(lives.values()) - lives["end"] < kills:
+        run += 1
+        place, told = folder / f"run{run}", folder / f"told{run}"
+        ends = False
+        while not ends:
+            is_enough = sum(lives.values()) - lives["end"] >= kills
+            how = "end" if is_enough else draw.choice(["call", "term", "kill", "kill", "write", "write"])
+            number = lives["write"] % OPERATIONS_OF_SAVES + 1  # each is the moment of a kill
+            ends, wrong = _life(way, place, rounds, told, how, number, draw, longest_s)
+            lives["end" if ends else how] += 1
+            differ += wrong
+            if wrong:
+                break
+        seen: dict[str, str] = {}
+        text = told.read_text() if told.exists() else ""
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            number, _, rest = line.partition(" ")
+            lines += 1
+            twice += number in seen
+            if seen.setdefault(number, rest) != rest or expected.get(number) != rest:
+                differ.append(f"run {run}, round {line}: expected {expected.get(number)}")
+        if missing := expected.keys() - seen:
+            differ.append(f"run {run} lacks rounds {sorted(missing)[:5]}")
+        left += [each.name for each in place.iterdir() if not each.name.startswith("checkpoint-")]
+    return Found(lives, lines, twice, differ, left + processes_left())
+
+
+def _life(
+    way: Way, folder: Path, rounds: int, told: Path, how: str, number: int, draw: random.Random, longest_s: float
+) -> tuple[bool, list[str]]:
+    """One life: whether the run came to its end, and what went wrong."""
+    saves_at = draw.randint(1, max(1, rounds // 4)) if how == "call" else 0
+
+    def run() -> None:
+        if how == "write":
+            killing(folder, number)
+        live(way, folder, rounds, told, every_s=draw.choice([1e-9, 0.02, 0.1]), saves_at=saves_at)
+
+    pid = forked(run)
+    if how in ("kill", "term"):
+        time.sleep(draw.uniform(0, longest_s))
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGTERM)
+    process = psutil.Process(pid)
+    try:
+        process.wait(LONGEST_S)
+    except psutil.TimeoutExpired:
+        os.kill(pid, signal.SIGKILL)
+        return False, [f"a life that was to end by {how} did not end within {LONGEST_S:g} s"]
+    code = process.wait()
+    allowed = {"kill": {-9}, "write": {-9}, "term": {-15, 143}}.get(how, set())
+    is_done = "\nend " in (told.read_text() if told.exists() else "")
+    wrong = [] if code in {0, *allowed} else [f"a life that was to end by {how} ended with {code}"]
+    return is_done, wrong
+
+
+def processes_left() -> list[str]:
+    """Processes that lives have left behind: with a parent that has gone. Those are waited for, some seconds."""
+    until = time.monotonic() + 20
+    while True:
+        left = [f"{each.pid} {' '.join(each.cmdline())[:60]}" for each in psutil.process_iter() if _is_left(each)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def _is_left(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.environ().get(_MARK) == _OURS and process.pid != os.getpid()
+    return False
+
+
+_MARK, _OURS = "ROLLFLOW_KILL_RUNS", str(os.getpid())
+
+
+def main(names: Sequence[str], kills: int, rounds: int, seed: int) -> int:
+    """Kill runs of these kinds, print a line for each; how many of them differ."""
+    wrong = 0
+    for each in ("torch._dynamo", "gymnasium.envs.mujoco", "ale_py", "minatar.gym", "shimmy", "dm_control.suite"):
+        with suppress(ImportError):  # once, and not in every life
+            importlib.import_module(each)
+    for name in names:
+        env, _, place = name.partition("/")
+        way = ENVS[env]._replace(options={**ENVS[env].options, **PLACES[place or "inline"]})
+        with tempfile.TemporaryDirectory(prefix="kill-runs-") as text:
+            folder, began, memory = Path(text), time.monotonic(), set(os.listdir("/dev/shm"))
+            expected = whole(way, rounds, folder)
+            longest_s = 1.2 * (time.monotonic() - began)
+            found = stopped(way, rounds, kills, folder, expected, random.Random(f"{seed} {name}"), longest_s)
+            left = found.left + sorted(set(os.listdir("/dev/shm")) - memory)
+        ends = ", ".join(f"{count} {how}" for how, count in sorted(found.lives.items()))
+        lines = [
+            f"{name:22} lives: {ends}; {found.lines} rounds told, {found.twice} twice, {len(found.differ)} differ, "
+            f"{len(left)} left ({time.monotonic() - began:.0f} s)",
+            *found.differ[:5],
+            *left[:5],
+        ]
+        sys.stdout.write("\n    ".join(lines) + "\n")
+        sys.stdout.flush()
+        wrong += bool(found.differ or left)
+    return wrong
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Stop runs at random moments, and compare them with whole ones")
+    parser.add_argument("names", nargs="*", help=f"ENVIRONMENT/PLACE of {', '.join(ENVS)} and {', '.join(PLACES)}")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    os.environ[_MARK] = _OURS
+    every = [f"{env}/{place}" for env in ENVS for place in PLACES]
+    sys.exit(main(given.names or every, given.kills, given.rounds, given.seed))
