@@ -1,6 +1,8 @@
 """The programs that a user would write run as they are."""
 
+import ast
 import importlib
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -142,6 +144,24 @@ def test_two_ranks_of_a_trainer_keep_the_same_weights(tmp_path: Path, monkeypatc
     begun = example("cartpole")["Policy"]().state_dict()  # rank 0's, which both began with
     assert all(torch.equal(one[name], two[name]) for name in begun)
     assert not any(torch.equal(one[name], value) for name, value in begun.items())
+
+
+def test_every_cell_of_the_notebook_runs_and_shows_its_picture() -> None:
+    cells = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    shown: list[Any] = []
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            *before, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(before, []), "cell", "exec"), names)
+            if isinstance(last, ast.Expr):
+                shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), names))
+            else:
+                exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    *pictures, lost = [each for each in shown if each is not None]
+    assert [type(each).__name__ for each in pictures] == ["Rollout", "Fragment", "SealedEpisode", "Report"]
+    assert all("<" in each._repr_html_() for each in pictures)
+    assert lost.keys() <= {"closed"}
 
 
 def test_a_policy_speaks_openpis_protocol() -> None:
