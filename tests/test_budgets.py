@@ -37,7 +37,7 @@ BUDGETS = {  # folder -> code lines, classes
         1031,
         10,
     ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
-    "nodes/env": (2379, 28),  # states of environments; replayed rewards compared
+    "nodes/env": (2382, 28),  # lanes in order; states of environments; replayed rewards compared
     "nodes/env/remote": (1528, 14),  # hosts of another version refused
     "nodes/env/workers": (2445, 35),  # states, order of lanes; lanes elsewhere, also of hosts
     "nodes/external": (237, 3),  # an address checked before the thread starts
@@ -45,9 +45,9 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/logs": (587, 10),
     "nodes/metrics": (582, 10),  # returns that go on; columns on a device
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
-    "nodes/offloaded": (1719, 25),  # states of lanes, from nodes/rollout; numbers of other hosts checked
+    "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
     "nodes/policies": (2024, 9),  # policies that are pickled; an evaluation refuses what a rollout refuses
-    "nodes/rollout": (2136, 21),  # checkpoints that a kill leaves whole; evaluations beside a run; checkpoints
+    "nodes/rollout": (2138, 21),  # whole rollouts in order; checkpoints that a kill leaves whole
     "nodes/stages": (
         2035,
         22,

@@ -48,6 +48,11 @@ class LaneGate:
         self._is_shut = False  # to all lanes
 
     @property
+    def limit(self) -> int:
+        """Fragments that a lane may have begun and whose reader is not done with them."""
+        return 1
+
+    @property
     def wants_newest(self) -> bool:
         """True if fragments are to begin with the newest weights."""
         return False

@@ -1,7 +1,8 @@
 """Whole rollouts done elsewhere, in worker processes or on other hosts: their nodes and their ring."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env.environments import SeveralAgents
@@ -87,6 +88,7 @@ class OffloadedRollouts(LaneSource):
         self._newest: Mapping[Any, tuple[int, Any]] = {}  # by the ids of their modules, packed
         self._publishing = threading.Lock()
         self._states_of: dict[int, Sequence[Any]] = {}  # of the connectors of each lane, one for each pipeline
+        self._reports: list[tuple[int, int, Sequence[Any]]] = []  # (fragments before, lane, states) to be merged
         self._relay: LaneGates
         super().__init__(env, **options)
 
@@ -111,10 +113,24 @@ class OffloadedRollouts(LaneSource):
         self.lookback = lookback
 
     def __call__(self, turns: TurnToken) -> TurnToken | None:  # type: ignore[override]  # in place of lanes
-        """Have the lane's next fragment made where its rollout is."""
+        """Have the lane's next fragment made where its rollout is.
+
+        If lanes keep their order, it begins with the weights and the connectors' states of a certain round.
+        """
         turns.fragment = None
-        lane: TurnToken | None = self.hand_over(turns)
-        return lane
+        if self.keeps_order:
+            last = turns.sequence + 1 - self.listener.limit
+            over = [report for report in self._reports if report[0] <= last]
+            self._reports = [report for report in self._reports if report[0] > last]
+            self._merge(over)
+            self._keep(
+                {
+                    each: (weights.load_into(module), module.state_dict())
+                    for each, (module, weights) in self.acting.by_id.items()
+                }
+            )
+        lane: Any = super().__call__(turns)  # type: ignore[arg-type]
+        return lane  # type: ignore[no-any-return]
 
     @property
     def num_steps(self) -> int:
@@ -143,8 +159,9 @@ class OffloadedRollouts(LaneSource):
         From any thread; waits for nobody: one that is slower than they are published is given the newest whenever it
         is done with those before.
         """
-        self._keep(published)
-        self._announce()
+        if not self.keeps_order:
+            self._keep(published)
+            self._announce()
 
     def lacking(self, versions: Mapping[Any, int]) -> Iterator[tuple[Any, int, Any]]:
         """Module, version and packed weights of what was published after these versions, by the ids of modules."""
@@ -157,6 +174,7 @@ class OffloadedRollouts(LaneSource):
         packed = {
             module_id: (version, self._packed(module_id, version, weights))
             for module_id, (version, weights) in published.items()
+            if version > self._newest.get(module_id, (-1,))[0]
         }
         with self._publishing:
             if not self.is_closed:
@@ -175,17 +193,26 @@ class OffloadedRollouts(LaneSource):
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
         """Take in what a lane's connectors have learnt and logged; every lane goes on from the merged states."""
         if "states" in message:
-            states, pipelines = self._states_of | {lane: message["states"]}, self.acting.pipelines
-            merged = [
-                pipeline.merge_states(list(each))
-                for pipeline, each in zip(pipelines, zip(*states.values(), strict=True), strict=True)
-            ]
-            for pipeline, state in zip(pipelines, merged, strict=True):
-                pipeline.take_over_state(state)
-            self._states_of = states  # not before: another host may have sent what can't be merged
-            self.hand_on([pipeline.get_state() for pipeline in pipelines])
+            report = self.remotes[lane].lane.sequence, lane, message["states"]
+            if self.keeps_order:
+                self._reports.append(report)
+            else:
+                self._merge([report])
         if "metrics" in message:
             self._metrics.merge([message["metrics"]])
+
+    def _merge(self, reports: Iterable[tuple[int, int, Sequence[Any]]]) -> None:
+        """Merge what the connectors of lanes have come to with the others' states, and hand it on."""
+        newer = {lane: states for _, lane, states in sorted(reports, key=itemgetter(0))}
+        if not newer:
+            return
+        states, pipelines = self._states_of | newer, self.acting.pipelines
+        each_pipeline = zip(*(states[lane] for lane in sorted(states)), strict=True)
+        merged = [pipeline.merge_states(list(each)) for pipeline, each in zip(pipelines, each_pipeline, strict=True)]
+        for pipeline, state in zip(pipelines, merged, strict=True):
+            pipeline.take_over_state(state)
+        self._states_of = states  # not before: another host may have sent what can't be merged
+        self.hand_on([pipeline.get_state() for pipeline in pipelines])
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""

@@ -69,7 +69,8 @@ class RolloutLink(LaneLink):
 
     def offer(self) -> None:
         """Have the newest weights used in the fragment that is being made, unless others are under way."""
-        if self.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.untaken:
+        is_making = self.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.node.keeps_order
+        if is_making and not self.untaken:
             self._send_weights()
 
     def _reset(self) -> None:

@@ -28,6 +28,7 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.episode_returns import C
 from rollflow.nodes.offloaded.lane_state import check_lanes, fragment_in, go_on, plain_fragment, state_of_lane
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
+from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.checkpoint import (
     RunCheckpoints,
     State,
@@ -71,6 +72,7 @@ from rollflow.stream.observe.waits import CALLER, Diagnosis, Sign
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
+_IN_ORDER: tuple[type, ...] = (Environments, ThreadEnvironments, ProcessEnvironments, RolloutProcesses)
 
 
 class RolloutLoop(abc.ABC, Generic[F]):
@@ -127,7 +129,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
             if options.checkpoints is not None:
-                self._check_place("checkpoints are")
+                self._check_place("checkpoints are", _IN_ORDER[:-1])
             if by_lane:
                 self._check_deterministic()
                 self.environments.keeps_order = True
@@ -162,14 +164,14 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """Raise ValueError if lanes can't be kept in order where they are."""
         if self._options.forward.joins_lanes:
             raise ValueError(f"deterministic=True, but {JOINT_PASSES}, which are of whoever is ready; expected neither")
-        self._check_place("deterministic=True is")
+        self._check_place("deterministic=True is", _IN_ORDER)
 
-    def _check_place(self, what: str) -> None:
-        """Raise ValueError, which begins with `what`, for a place where lanes can't be kept in order, or saved."""
-        if not isinstance(self.environments, (Environments, ThreadEnvironments, ProcessEnvironments)):
+    def _check_place(self, what: str, places: tuple[type, ...]) -> None:
+        """Raise ValueError, which begins with `what`, for another place than those."""
+        if not isinstance(self.environments, places):
             raise ValueError(
                 f"{what} for environments that step here, in threads or in worker processes, and these are "
-                f"{type(self.environments).__name__}; expected where='inline', 'threads' or 'processes'"
+                f"{type(self.environments).__name__}; expected where='inline', 'threads', 'processes' or 'rollouts'"
             )
 
     # Parts of a rollout

@@ -23,10 +23,11 @@ import torch
 import walk_env
 from hypothesis import given, settings, strategies as st
 from numbered_env import NumberedEnv
+from remote_hosts import hosting
 from together import Together
 from walk_env import Stuck, Walk
 
-from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout, Timeouts
+from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, Rollout, Timeouts
 from rollflow.nodes import RandomModule
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
@@ -371,8 +372,10 @@ def test_a_worker_that_does_not_say_its_state_begins_anew(tmp_path: Path) -> Non
 def test_order_is_for_what_steps_here_or_in_workers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="deterministic=True, but max_batch"):
         begun(deterministic=True, where="threads", lanes=2, forward=Forward(max_batch=4))
-    with pytest.raises(ValueError, match="deterministic=True is for environments that step here"):
-        begun(deterministic=True, where="rollouts", workers=1)
+    hosts = RemoteEnvs.listen("tcp://127.0.0.1:0")
+    refused = pytest.raises(ValueError, match="deterministic=True is for environments that step here")
+    with hosting(hosts.addresses[0], "CartPole-v1"), refused:
+        Rollout(hosts, deterministic=True)
 
 
 def pair() -> Any:
@@ -393,6 +396,7 @@ def test_several_agents_give_the_same_batches_wherever_lanes_step() -> None:
         return found
 
     assert digests() == digests(where="threads") == digests(where="processes", workers=2)
+    assert digests() == digests(where="rollouts", workers=2)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -404,6 +408,19 @@ def test_the_same_batches_wherever_lanes_step(prefetch: int) -> None:
     here = digests()
     assert digests(where="threads") == here
     assert digests(where="processes", workers=1) == digests(where="processes", workers=3) == here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_whole_rollouts_in_workers_give_the_same_batches(prefetch: int) -> None:
+    def digests(**options: Any) -> list[str]:
+        given = {"env": "Pendulum-v1", "lanes": 4, "prefetch": prefetch}
+        return list(learnt(begun(deterministic=True, **given, **options), 6))[:-1]
+
+    assert digests() == digests(where="rollouts", workers=1) == digests(where="rollouts", workers=3)
+    # A piece that learns has a copy in each lane, and other numbers than one that all lanes share.
+    learns = {"env_to_module_connector": filtered, "where": "rollouts"}
+    assert digests(workers=1, **learns) == digests(workers=2, **learns) == digests(workers=4, **learns)
 
 
 def test_seeds_of_another_beginning_are_others(tmp_path: Path) -> None:
