@@ -1,14 +1,11 @@
 """Stall watch: the rules for when a wait is a stall, and what follows a run by looks and says so."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from time import monotonic
 from typing import Any, Literal
 
-from rollflow.stream.data.system import memory_bound, process_memory
 from rollflow.stream.observe.stacks import is_debugged_now
 from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait, Way, diagnosed, is_closed, way_from
 
@@ -23,8 +20,6 @@ _COMPILE_S = 300.0  # that each of the first calls has that may compile
 _SINK_S = 30.0
 _KEPT = 256  # long calls of a party
 _NO_STALL = ("works", "holds back")
-_EVERY_S, _RISES = 30.0, 10  # between two looks at the memory; in a row, after which it rises steadily
-_SHARE = 1e-3  # of the machine's memory, which is a rise
 _DEBUGGER_LOOKS = 4  # for a debugger, within `after`
 
 
@@ -119,56 +114,18 @@ class _Told:
     times: int = 0
 
 
-class MachineChecks:
-    """Finds faults of this process; `signs` is to be called at every look of the doctor.
-
-    usage     gives bytes that the process has asked for, and those in memory: both rise if something is kept, and
-              one alone if room fills up that was asked for at once, as a replay's does
-    bound     bytes that it may have
-    """
-
-    def __init__(self, usage: Callable[[], tuple[int, int]] | None = None, bound: int | None = None) -> None:
-        self._usage, self._bound = usage or process_memory, memory_bound() if bound is None else bound
-        self._samples: deque[tuple[int, int]] = deque(maxlen=_RISES + 1)
-        self._due = -float("inf")
-
-    def signs(self, now: float) -> Iterator[Sign]:
-        """The faults that there are at a time of the doctor's clock, in seconds."""
-        if now >= self._due:
-            self._due = now + _EVERY_S
-            self._samples.append(self._usage())
-        rise = _SHARE * self._bound
-        pairs = list(pairwise(self._samples))
-        if len(pairs) == _RISES and all(min(b - a for a, b in zip(*pair, strict=True)) >= rise for pair in pairs):
-            (_, before), (_, there) = self._samples[0], self._samples[-1]
-            yield Sign(
-                "memory rises",
-                f"the memory of this process has risen in each of the last {_RISES} half minutes, by "
-                f"{(there - before) / 1e6:,.0f} MB to {there / 1e6:,.0f} of {self._bound / 1e6:,.0f}: something keeps "
-                "more and more, such as a list of fragments or batches, or losses with their graphs",
-            )
-
-
 class StallWatch:
     """Follows a run by looks, and says when it is stalled.
 
         probe          gives the looks
         rules          when and how it speaks
         is_debugged    whether a debugger holds this process
-        machine        finds silent faults of this process and its machine
 
     It keeps no thread and reads no time but that of the rules' clock. `look` is to be called every `rules.look_s`.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        rules: StallRules,
-        is_debugged: Callable[[], bool] = is_debugged_now,
-        machine: MachineChecks | None = None,
-    ) -> None:
+    def __init__(self, probe: Probe, rules: StallRules, is_debugged: Callable[[], bool] = is_debugged_now) -> None:
         self._probe, self._rules, self._is_debugged = probe, rules, is_debugged
-        self._machine = MachineChecks() if machine is None else machine
         self._after = 5.0 if rules.after is None else rules.after
         self._times = LongCalls()
         self._seen: dict[str, _Seen] = {}
@@ -215,7 +172,7 @@ class StallWatch:
             return self.finish(), None
         self._follow(look, now)
         gone = now - AGAIN_S[0]  # what was there later than that is told already
-        self._signs = [*self._probe.signs(), *self._machine.signs(now)]
+        self._signs = self._probe.signs()
         texts = [sign.text for sign in self._signs if self._notes.get(sign.kind, gone) <= gone]
         self._notes.update((sign.kind, now) for sign in self._signs)
         found = self._stalled(look, now)
