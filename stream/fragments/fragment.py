@@ -28,6 +28,7 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.infos import copied
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, tree_at
 from rollflow.stream.episodes.buffer import BufferAndOne, InfosWindow, LookbackBuffer
@@ -258,6 +259,24 @@ class Fragment:
         Raises ColumnError for an unknown name.
         """
         return self._named(name).rows(self.first_row, self.last_row)
+
+    def time_major(self) -> dict[str, Any]:
+        """All columns of the T vector steps as trees of views `any[T, N, ...]`, and two more.
+
+        new_obs      any[T, N, ...]   the observation after each step: of an episode that ends, its last one
+        loss_mask    bool[T, N]       False for a row that is no transition, whose values have no meaning
+        """
+        made: dict[str, Any] = {name: self.column(name) for name in self.columns}
+        slots, at = self.layout.num_slots, (self.chunks.stop - 1 - self.first_row, self.chunks.slot)
+        new = map_tree(copied, self._named(Columns.OBS).rows(self.first_row + 1, self.last_row + 1))
+        map_tree(lambda leaf, last: leaf.__setitem__(at, last), new, self.last_observations())
+        are_whole, places = self.row_order
+        mask = np.zeros((self.num_rows, slots), np.bool_)
+        if are_whole:
+            mask[:, places] = True
+        else:
+            mask.reshape(-1)[places] = True
+        return made | {Columns.NEXT_OBS: new, Columns.LOSS_MASK: mask}
 
     def gather(self, name: str) -> Tree:
         """A column's rows, chunk by chunk: a tree of new arrays `any[num_steps, ...]`."""

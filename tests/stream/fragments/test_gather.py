@@ -7,8 +7,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
+from numbered_env import NumberedEnv
 
-from rollflow import Fragment
+from rollflow import Fragment, Rollout
 from rollflow.stream.data.column import Column
 from rollflow.stream.fragments.fragment import ChunkIndex, EpisodeIds, FragmentLayout
 
@@ -42,6 +45,31 @@ def test_rows_come_chunk_by_chunk(num_slots: int, ends: Any, shape: tuple[int, .
     gathered = fragment.gather("values")
     assert gathered.dtype == dtype
     np.testing.assert_array_equal(gathered, np.concatenate(rows))
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_columns_by_time_and_slot_have_each_transition_and_the_observation_after_it(mode: AutoresetMode) -> None:
+    def make() -> Any:
+        return TimeLimit(NumberedEnv(0), 5)
+
+    envs = SyncVectorEnv([make] * 3, autoreset_mode=mode)
+    with Rollout(envs, fragment_length=20, num_fragments=2, seed=0) as rollout:
+        for fragment in rollout.fragments():
+            steps, mask = fragment.time_major(), fragment.time_major()["loss_mask"]
+            assert mask.shape == (20, 3)
+            assert mask.all() == (mode is AutoresetMode.SAME_STEP)
+            assert steps["rewards"].base is not None  # a view
+            turned = {
+                name: np.concatenate([rows[:, slot][mask[:, slot]] for slot in range(3)])
+                for name, rows in steps.items()
+            }
+            episodes = fragment.episodes()
+            for name, items in (
+                ("obs", [each.get_observations(slice(0, len(each))) for each in episodes]),
+                ("new_obs", [each.get_observations(slice(1, len(each) + 1)) for each in episodes]),
+                ("actions", [each.get_actions() for each in episodes]),
+            ):
+                np.testing.assert_array_equal(turned[name], np.concatenate(items))
 
 
 def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
