@@ -46,8 +46,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/metrics": (582, 10),  # returns that go on; columns on a device
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
-    "nodes/policies": (2024, 9),  # policies that are pickled; an evaluation refuses what a rollout refuses
-    "nodes/rollout": (2138, 21),  # whole rollouts in order; checkpoints that a kill leaves whole
+    "nodes/policies": (1925, 9),  # policies that are pickled; an evaluation refuses what a rollout refuses
+    "nodes/rollout": (2120, 21),  # whole rollouts in order; checkpoints that a kill leaves whole
     "nodes/stages": (
         2035,
         22,
@@ -55,13 +55,13 @@ BUDGETS = {  # folder -> code lines, classes
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (844, 20),
     "rollflow": (64, 0),  # a name more
-    "sinks": (81, 1),  # the locked folder of replays and datasets
-    "sinks/datasets": (1917, 19),
+    "sinks": (30, 0),
+    "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
-    "sinks/replay": (2075, 27),  # clients of a host bounded; a task that waits for a replay is woken
+    "sinks/replay": (2038, 27),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2613, 25),  # numbers of rollouts checked, that the trainer counts with; versions raised meanwhile
     "stream": (64, 0),
-    "stream/data": (1433, 37),  # tensors of states copied; errors of checkpoints; columns on a device, and their page
+    "stream/data": (1604, 39),  # files of all that is stored, from elsewhere; columns on a device, and their page
     "stream/episodes": (1670, 13),
     "stream/fragments": (1570, 20),  # columns by time and slot; a lane that goes on from another
     "stream/graph": (2552, 34),  # a look for Ctrl-C; a ring that stands still; tasks that read several outputs

@@ -21,11 +21,12 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, LambdaCon
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.policy_weights import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies import part_records
-from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes
+from rollflow.nodes.policies.artifact_files import MANIFEST, POLICY
 from rollflow.nodes.policies.onnx_policy import difference
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.space import item_of
+from rollflow.stream.data.stored_files import array_bytes, checksums
 from rollflow.stream.data.tree import Tree, equal_trees, leaves_of, map_tree, stack_trees
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -37,8 +38,6 @@ CHOSEN = ("module_to_env", "actions")  # parts whose whole numbers rounding may 
 _LARGE = 1e3  # bounds beyond are as good as none
 
 Arrays = dict[str, NDArray[Any]]
-FORMAT = 1
-KIND = "rollflow policy"
 _PIPELINES = ("env_to_module", "module_to_env")
 _PACKAGES = ("rollflow", "torch", "numpy", "gymnasium")
 
@@ -69,8 +68,6 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
     weights = to_arrays(policy.module.state_dict())
     pipelines = {name: part_records.record_of_piece(getattr(policy, name), name, arrays) for name in _PIPELINES}
     content: dict[str, Any] = {
-        "kind": KIND,
-        "format": FORMAT,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
         "trained_on": part_records.to_plain(policy.trained_on, "trained_on", arrays),
         "explore": policy.explore,
@@ -89,8 +86,7 @@ def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) 
         "examples.safetensors": array_bytes({**examples.inputs, **examples.computed}),
         **others,
     }
-    manifest = {**content, "files": checksums(files)}
-    return {"policy.json": manifest_bytes(manifest), **files}
+    return {MANIFEST: POLICY.manifest_bytes({**content, "files": checksums(files)}), **files}
 
 
 def parts_of(
@@ -102,13 +98,14 @@ def parts_of(
 
     Raises PolicyError for anything that does not fit, with its place.
     """
-    _check_format(manifest)
     part_records.check_fields(manifest, _FIELDS, "policy.json")
-    states = arrays_of(files["state.safetensors"], "state.safetensors")
-    examples = arrays_of(files["examples.safetensors"], "examples.safetensors")
+    states = POLICY.arrays_of(files["state.safetensors"], "state.safetensors")
+    examples = POLICY.arrays_of(files["examples.safetensors"], "examples.safetensors")
     spaces = {name: space_of(manifest[name], name) for name in ("observation_space", "action_space")}
     pipelines = {name: _pipeline(manifest[name], name, list(spaces.values()), states, allow) for name in _PIPELINES}
-    weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
+    weights = _weights(
+        manifest["weights"], POLICY.arrays_of(files["module.safetensors"], "module.safetensors"), states, allow
+    )
     record = manifest["module"]
     part_records.check_fields(record, part_records.MODULE_FIELDS, "module")
     module, initial = part_records.module_of(record, weights, "module", states, allow)
@@ -157,19 +154,6 @@ def _check_initial(module: Any, initial: Any) -> None:
 
 def _text(state: Any) -> Any:
     return map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", state)
-
-
-def _check_format(manifest: dict[str, Any]) -> None:
-    if manifest.get("kind") != KIND:
-        raise PolicyError(f"policy.json is of kind {str(manifest.get('kind'))[:40]!r}, expected {KIND!r}")
-    version = manifest.get("format")
-    if type(version) is not int or version < 1:
-        raise PolicyError(f"policy.json: format is {version!r}, expected a whole number, 1 or more")
-    if version > FORMAT:
-        raise PolicyError(
-            f"policy.json has format {version}, and this rollflow reads formats up to {FORMAT}; expected a newer "
-            "rollflow"
-        )
 
 
 # Examples: observations, and what each part makes of them

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.policies.artifact_files import ONNX, arrays_of, json_of, read_files
+from rollflow.nodes.policies.artifact_files import ONNX, POLICY, read_files
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError, refused
 from rollflow.stream.data.ranges import check_range
@@ -99,7 +99,7 @@ class OnnxPolicy:
             if getattr(policy, name) != manifest.get(name):
                 raise PolicyError(f"{ONNX} and policy.json have different {name}s, expected those of one policy")
         with refused("the examples can't be played"):
-            policy.check(arrays_of(files["examples.safetensors"], "examples.safetensors"))
+            policy.check(POLICY.arrays_of(files["examples.safetensors"], "examples.safetensors"))
         return policy
 
     # Acting
@@ -254,7 +254,7 @@ def _described(session: Any) -> tuple[dict[str, Any], dict[str, tuple[str, list[
         outputs = [each.name for each in session.get_outputs()]
     if not text:
         raise PolicyError("the ONNX program says nothing of its spaces, expected one that rollflow wrote")
-    facts = json_of(text.encode(), "the ONNX program")
+    facts = POLICY.json_of(text.encode(), "the ONNX program")
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise PolicyError(f"the ONNX program says {str(facts)[:80]}, expected format {FORMAT}")
     return facts, inputs, outputs

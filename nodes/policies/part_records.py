@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +23,7 @@ from rollflow.nodes.modules.default_module import DefaultModelConfig
 from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, located, refused, shown
+from rollflow.stream.data.stored_files import StoredKind, array_bytes
 
 ArraysByName = dict[str, NDArray[Any]]
 Thing = TypeVar("Thing")
@@ -38,6 +40,7 @@ _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
     "float32",
     "float64",
 }
+_PLAIN = "plain"  # name of the JSON text among the arrays of a packed state
 _OWN = "rollflow."
 _BY_ONNX = {"module": "; a policy saved with onnx=True acts without the class: OnnxPolicy.load(path)"}
 _registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
@@ -217,6 +220,21 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
     with refused(f"{where}: no {mark} can be made of {str(value[mark])[:80]}"):
         made = _READERS[mark](value[mark], where, arrays, allow)
     return made
+
+
+def packed(state: Any) -> bytes:
+    """A state in one file of arrays, which has all else as JSON among them. Raises PolicyError as `to_plain` does."""
+    arrays: ArraysByName = {}
+    text = json.dumps(to_plain(state, "state", arrays)).encode()
+    return array_bytes({**arrays, _PLAIN: np.frombuffer(text, np.uint8)})
+
+
+def unpacked(kind: StoredKind, data: bytes, name: str) -> Any:
+    """The state in a file that `packed` has made. Raises the kind's error, with the file's name, for what is none."""
+    with refused(f"{name} can't be read", error=kind.error):
+        arrays = kind.arrays_of(data, name)
+        state = from_plain(json.loads(arrays.pop(_PLAIN).tobytes()), "state", arrays)
+    return state
 
 
 def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:

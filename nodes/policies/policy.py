@@ -33,6 +33,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError, refused
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
+from rollflow.stream.data.stored_files import write_file
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.lane import Lane
@@ -567,7 +568,9 @@ class Policy:
 
         Raises PolicyError for a piece that has no tensor form, and for a policy that samples its actions.
         """
-        artifact_files.write_file(Path(path), self._onnx_bytes(self._tried()))
+        if Path(path).is_dir():
+            raise PolicyError(f"there is a folder at {path}, expected a file to be replaced, or nothing")
+        write_file(Path(path), self._onnx_bytes(self._tried()))
 
     @classmethod
     def load(

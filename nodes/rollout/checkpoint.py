@@ -1,7 +1,7 @@
 """Checkpoints of a whole run: what a rollout needs to go on as if it had never stopped. No pickle.
 
-    checkpoint-STEPS/checkpoint.json           the state as plain values, the keywords, and the digest of the other file
-    checkpoint-STEPS/checkpoint.safetensors    the state's arrays
+    checkpoint-STEPS/checkpoint.json           manifest: kinds of environments, and the digest of the other file
+    checkpoint-STEPS/checkpoint.safetensors    the state, with the keywords
 
 A checkpoint is there once its folder has its name, which it gets when both files are written.
 """
@@ -25,15 +25,7 @@ from weakref import WeakMethod
 import numpy as np
 import torch
 
-from rollflow.nodes.policies.artifact_files import (
-    array_bytes,
-    arrays_of,
-    checksums,
-    manifest_bytes,
-    manifest_of,
-    write_file,
-)
-from rollflow.nodes.policies.part_records import from_plain, to_plain
+from rollflow.nodes.policies.part_records import packed, to_plain, unpacked
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
 from rollflow.stream.data.errors import (
@@ -41,15 +33,15 @@ from rollflow.stream.data.errors import (
     PolicyError,
     RunError,
     StallError,
-    shown,
     warn_caller,
 )
 from rollflow.stream.data.infos import copied
+from rollflow.stream.data.stored_files import StoredKind, checksums, write_synced
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, ARRAYS = "checkpoint.json", "checkpoint.safetensors"
-_KIND, _FORMAT = "rollflow checkpoint", 1
+RUN = StoredKind("rollflow checkpoint", 2, "checkpoint.json", "a checkpoint of a run", CheckpointError, oldest=2)
+_STATE = "checkpoint.safetensors"
 _NAME = "checkpoint-"
 _IS_ONE = re.compile(rf"{_NAME}\d{{12,}}(\.\d{{3}})?").fullmatch  # several of as many steps have numbers
 _RECORDS = {"forward": Forward, "timeouts": Timeouts, "watch": Watch, "checkpoints": Checkpoints}
@@ -240,9 +232,8 @@ def set_generators(state: Mapping[str, Any]) -> None:
 
 def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
     """Write a state to a folder, whole or not at all, and remove all but the newest so many beside it."""
-    arrays: dict[str, Any] = {}
     try:
-        plain = to_plain(state, "state", arrays)
+        files = {_STATE: packed(state)}
     except PolicyError as error:
         raise CheckpointError(f"the run can't be saved: {error}") from None
     kinds = [sorted({kind for each in lane for kind in each}) for lane in state["environments"]]
@@ -250,10 +241,10 @@ def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
     made = _hidden(path)
     made.mkdir(parents=True)
-    data = array_bytes(arrays)
-    write_file(made / ARRAYS, data)
-    manifest = {"kind": _KIND, "format": _FORMAT, "environments": kinds, "files": checksums({ARRAYS: data})}
-    write_file(made / MANIFEST, manifest_bytes(manifest | {"state": plain}))
+    for name, data in files.items():
+        write_synced(made / name, data)
+    manifest = RUN.manifest_bytes({"environments": kinds, "files": checksums(files)})
+    write_synced(made / RUN.manifest, manifest)
     for later in _there(path.parent):  # of a run before, which the next `resume` would go on from
         if later.name > path.name:
             aside = later.with_name(f"other-{later.name}")
@@ -301,7 +292,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Path, State]:
     folder = Path(path)
     there = _there(folder)
     chosen = there[-1] if there else folder
-    if not there and not (folder / MANIFEST).is_file():
+    if not there and not (folder / RUN.manifest).is_file():
         raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that rollout.save() was given")
     try:
         state = _state_at(chosen)
@@ -325,17 +316,8 @@ def _is_whole(chosen: Path) -> bool:
 def _state_at(chosen: Path) -> State:
     """The state in the folder of a checkpoint. Raises CheckpointError, with the folder."""
     try:
-        for name in (MANIFEST, ARRAYS):
-            if not (chosen / name).is_file():
-                raise CheckpointError(f"{name} is missing")
-        manifest = manifest_of((chosen / MANIFEST).read_bytes(), MANIFEST)
-        if manifest.get("kind") != _KIND or manifest.get("format") != _FORMAT:
-            kind, version = shown(manifest.get("kind")), shown(manifest.get("format"))
-            raise CheckpointError(f"it is {kind} of format {version}, expected {_KIND!r} of format {_FORMAT}")
-        data = (chosen / ARRAYS).read_bytes()
-        if checksums({ARRAYS: data}) != manifest["files"]:
-            raise CheckpointError(f"{ARRAYS} was truncated or altered: its digest is not the manifest's")
-        state: State = from_plain(manifest["state"], "state", arrays_of(data, ARRAYS))
+        manifest = RUN.read_manifest(chosen)
+        state: State = unpacked(RUN, RUN.read_file(chosen, _STATE, manifest["files"]), _STATE)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{chosen} can't be gone on from: {error}") from None
     return state

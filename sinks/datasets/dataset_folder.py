@@ -17,10 +17,8 @@ A file is written under a name that begins with a dot, which Parquet's readers p
 whole. The file of episodes is renamed first: the file of steps, which comes after it, commits both.
 """
 
-import json
 import logging
 import os
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -28,18 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.nodes.argument_checks import ids_by_text
-from rollflow.nodes.policies.artifact_files import json_of, write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference
-from rollflow.sinks.locked_folder import LOCK, LockedFolder, sync
 from rollflow.stream.data.errors import DatasetError, PolicyError
+from rollflow.stream.data.stored_files import LOCK, LockedFolder, StoredKind, replacing, sync, write_file
 
-FORMAT, VERSION = "rollflow dataset", 1
-AGENTS_VERSION = 2  # of a dataset of several agents
+DESCRIPTION = "dataset.json"
+DATASET = StoredKind("rollflow dataset", 3, DESCRIPTION, "a dataset", DatasetError, oldest=3)
 STEPS, EPISODES, ENV_EPISODES, MODULES = "steps", "episodes", "env_episodes", "modules"
 LAST_OBS, ENV_EPS_ID, ENV_T = "last_obs", "env_eps_id", "env_t"
 MARK = "rollflow.files"
-DESCRIPTION, _SUFFIX = "dataset.json", ".parquet"
+_SUFFIX = ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
 _AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
 _OF_OTHERS = {  # files that tell what a folder is, and whose it is
@@ -60,7 +57,7 @@ class DatasetFolder(LockedFolder):
     committed    numbers of the files that are committed, in the folder of a module; None: the names say it
     """
 
-    noun, writer, error = "a dataset", "another sink", DatasetError
+    kind, writer = DATASET, "another sink"
 
     def __init__(self, path: str | os.PathLike[str], committed: Collection[int] | None = None) -> None:
         super().__init__(path)
@@ -69,7 +66,7 @@ class DatasetFolder(LockedFolder):
     @property
     def has_agents(self) -> bool:
         """True if this is the dataset of several agents, by its description. Raises DatasetError for a damaged one."""
-        return (self.path / DESCRIPTION).exists() and self.read()["version"] == AGENTS_VERSION
+        return (self.path / DESCRIPTION).exists() and "agents" in self.read()
 
     @property
     def last_kind(self) -> str:
@@ -112,26 +109,23 @@ class DatasetFolder(LockedFolder):
     # Reading
 
     def read(self) -> dict[str, Any]:
-        """The description. Raises DatasetError if there is none, or it is damaged or of a newer format."""
+        """The description, also of formats 1 and 2. Raises DatasetError if there is none, or it is damaged."""
         path = self.path / DESCRIPTION
         try:
-            text = json_of(path.read_bytes(), DESCRIPTION)
-            if not isinstance(text, dict):
-                raise ValueError("it is no JSON object")
+            data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing() from None
-        except (ValueError, OSError) as error:
-            raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered") from None
-        if text.get("format") != FORMAT or type(text.get("version")) is not int:
-            raise DatasetError(f"{path} describes no dataset, expected the format {FORMAT!r} and a version")
-        if (version := text["version"]) > AGENTS_VERSION:
-            raise DatasetError(
-                f"{path} has version {version}, expected at most {AGENTS_VERSION}: a newer rollflow has written it"
-            )
-        for field, kinds in (_AGENTS_KINDS if text["version"] == AGENTS_VERSION else _KINDS).items():
+        except OSError as error:
+            raise DatasetError(f"{path} can't be read: {error}") from None
+        text = DATASET.json_of(data, path)
+        if isinstance(text, dict) and text.get("format") == DATASET.name and text.get("version") in (1, 2):
+            text = {name: each for name, each in text.items() if name != "version"}  # which had no digest
+        else:
+            text = DATASET.manifest_of(data, path)
+        for field, kinds in (_AGENTS_KINDS if "agents" in text else _KINDS).items():
             if not isinstance(text.get(field), kinds):
                 raise DatasetError(f"{path}: {field} is {str(text.get(field))[:80]}, expected that of a dataset")
-        return text
+        return {**text, "kind": DATASET.name, "format": DATASET.format}
 
     def _missing(self) -> DatasetError:
         if self.path.is_file():
@@ -205,14 +199,14 @@ class DatasetFolder(LockedFolder):
         if others := sorted({*envs[1:]} - {*envs[:1]}):
             logger.warning("%s has steps of %s and of %s: expected one environment", self.path, envs[0], others[0])
         self._write(description)
-        own = {"format": FORMAT, "version": VERSION, "rollflow": description["rollflow"]}
+        own = {"rollflow": description["rollflow"]}
         for name, kind in modules.items():
             make_folder(self.module(name).path, self.path)
             self.module(name)._write({**own, **kind, "runs": description["runs"]})
 
     def _write(self, description: dict[str, Any]) -> None:
         try:
-            write_file(self.path / DESCRIPTION, json.dumps(description, indent=1).encode())
+            write_file(self.path / DESCRIPTION, DATASET.manifest_bytes(description))
             sync(self.path)
         except OSError as error:
             raise DatasetError(f"a dataset can't be written to {self.path}: {error}") from error
@@ -263,14 +257,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists():
         raise DatasetError(f"{folder} is there already, expected another name")
-    partial = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing(folder) as partial:
+        partial.mkdir()
         yield partial
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def make_folder(path: Path, within: Path) -> None:

@@ -37,28 +37,25 @@ from rollflow.sinks.datasets.arrow_columns import (
     table_of,
 )
 from rollflow.sinks.datasets.dataset_folder import (
-    AGENTS_VERSION,
     DESCRIPTION,
     ENV_EPISODES,
     ENV_EPS_ID,
     ENV_T,
     EPISODES,
-    FORMAT,
     LAST_OBS,
     MARK,
     MODULES,
     STEPS,
-    VERSION,
     DatasetFolder,
     checked_id,
     make_folder,
     stored_ids,
 )
 from rollflow.sinks.datasets.episode_block import StoredAgents, StoredFragment
-from rollflow.sinks.locked_folder import sync
 from rollflow.stream.data.closing import ClosedOnExit, closing_on_error
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, DatasetError, PolicyError, shown
+from rollflow.stream.data.stored_files import sync
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
@@ -612,12 +609,11 @@ class DatasetSink(ClosedOnExit):
         if new or kinds.keys() - self._kinds.keys() or agents.keys() - self._agents.keys():
             kinds = self._kinds | kinds
             if isinstance(fragment, Fragment):
-                version, own = VERSION, kinds[""]
+                own = kinds[""]
             else:
                 ids = {name: id_ for text, id_ in modules.items() if (name := folder_of(text)) in kinds}
-                version, own = AGENTS_VERSION, {"agents": list(agents.values()), "modules": ids}
-            made = dict(format=FORMAT, version=version, rollflow=version_of("rollflow"), runs=list[Any]())
-            before: dict[str, Any] = self._description or made
+                own = {"agents": list(agents.values()), "modules": ids}
+            before: dict[str, Any] = self._description or {"rollflow": version_of("rollflow"), "runs": []}
             runs = [*before["runs"], *(self._record_of(fragment, each) for each in new)]
             description = {**before, **own, "runs": runs}
             self._folder.describe(description, {name: each for name, each in kinds.items() if name})

@@ -264,21 +264,21 @@ _LONG = ("torch", "safetensors", "onnxruntime")
 
 
 @contextmanager
-def refused(text: str, expected: str = "") -> Iterator[None]:
-    """Raise PolicyError with a text and that of any other exception raised in the block.
+def refused(text: str, expected: str = "", *, error: type[RollflowError] = PolicyError) -> Iterator[None]:
+    """Raise an error with a text and that of any exception of another kind raised in the block.
 
     Of torch's, safetensors' and onnxruntime's, which are long, the first line is taken.
     """
     try:
         yield
-    except PolicyError:
+    except error:
         raise
-    except Exception as error:  # theirs have no common base; many of torch's are a RuntimeError
-        reason = str(error).strip()
-        is_long = isinstance(error, RuntimeError) or type(error).__module__.startswith(_LONG)
-        if is_long and not isinstance(error, RollflowError):
+    except Exception as other:  # theirs have no common base; many of torch's are a RuntimeError
+        reason = str(other).strip()
+        is_long = isinstance(other, RuntimeError) or type(other).__module__.startswith(_LONG)
+        if is_long and not isinstance(other, RollflowError):
             reason = reason.split("\n")[0][:200]
-        raise PolicyError(f"{text}: {type(error).__name__}: {reason}{expected}") from error
+        raise error(f"{text}: {type(other).__name__}: {reason}{expected}") from other
 
 
 @contextmanager

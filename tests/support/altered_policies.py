@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes
+from rollflow.nodes.policies.artifact_files import POLICY
+from rollflow.stream.data.stored_files import array_bytes, checksums
 
 MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
 FORBIDDEN = ["os:system", "subprocess:Popen", "builtins:eval", "rollflow.nodes.policies.policy:Policy", "__main__:x"]
@@ -36,7 +37,7 @@ def sign(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     del manifest["digest"]
     manifest["files"] = checksums({name: (folder / name).read_bytes() for name in manifest["files"]})
     changed = change(manifest)
-    (folder / "policy.json").write_bytes(manifest_bytes(manifest if changed is None else changed))
+    (folder / "policy.json").write_bytes(POLICY.manifest_bytes(manifest if changed is None else changed))
 
 
 def no_change(_: Any) -> None:
@@ -45,7 +46,7 @@ def no_change(_: Any) -> None:
 
 def change_arrays(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the arrays of a file, and make the checksums fit."""
-    arrays = arrays_of((folder / name).read_bytes(), name)
+    arrays = POLICY.arrays_of((folder / name).read_bytes(), name)
     change(arrays)
     (folder / name).write_bytes(array_bytes(arrays))
     sign(folder, no_change)

@@ -14,7 +14,7 @@ from altered_policies import FORBIDDEN, MOST_MEMORY, bounded_memory, change_arra
 from drawn_policies import drawn_policy
 
 from rollflow import Policy
-from rollflow.nodes.policies.artifact_files import ARRAYS, arrays_of
+from rollflow.nodes.policies.artifact_files import ARRAYS, POLICY
 from rollflow.stream import PolicyError
 
 
@@ -172,7 +172,7 @@ BODIES += [struct.pack("<Q", len(each)) + each.encode() for each in HEADERS]
 @pytest.mark.parametrize("data", BODIES, ids=range(len(BODIES)))
 def test_what_is_no_safetensors_file_is_refused(data: bytes) -> None:
     with bounded_memory(), pytest.raises(PolicyError, match=r"x.safetensors"):
-        arrays_of(data, "x.safetensors")
+        POLICY.arrays_of(data, "x.safetensors")
 
 
 # Zips

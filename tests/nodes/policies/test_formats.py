@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from rollflow import Policy
-from rollflow.nodes.policies import artifact
+from rollflow.nodes.policies.artifact_files import POLICY
 
 ARTIFACTS = Path(__file__).parent / "artifacts"
 FIRST, LAST = [-0.0012431, -0.0013925, -0.0005472, -0.0004551], [1.99e-05, -0.002635, -0.0007812, -0.0014682]  # logits
 
 
 def test_there_is_an_artifact_of_every_format() -> None:
-    assert {each.name for each in ARTIFACTS.iterdir()} == {f"format_{each}" for each in range(1, artifact.FORMAT + 1)}
+    assert {each.name for each in ARTIFACTS.iterdir()} == {f"format_{each}" for each in range(1, POLICY.format + 1)}
 
 
 def test_a_policy_of_format_1_acts_as_it_did() -> None:

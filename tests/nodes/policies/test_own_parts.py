@@ -11,10 +11,10 @@ from own_policy_parts import Bare, Doubled, Forgetful, OwnModule
 
 from rollflow import ConnectorV2, Policy
 from rollflow.nodes import LambdaConnector
-from rollflow.nodes.policies.artifact_files import checksums
 from rollflow.policy import register_connector, register_function, register_module
 from rollflow.stream import ConnectorError, PolicyError
 from rollflow.stream.data.errors import StateError, refused
+from rollflow.stream.data.stored_files import checksums
 
 
 def own_policy(*pieces: ConnectorV2) -> Policy:

@@ -29,6 +29,7 @@ from walk_env import Stuck, Walk
 
 from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, Rollout, Timeouts
 from rollflow.nodes import RandomModule
+from rollflow.nodes.rollout.checkpoint import RUN, read
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.infos import copied
@@ -285,9 +286,16 @@ def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     whole = manifest.read_bytes(), arrays.read_bytes()
     for name, data, text in (
         (manifest, whole[0][:-9], "can't be gone on from: .*checkpoint.json can't be read"),
-        (manifest, whole[0].replace(b'"count"', b'"courts"'), "another digest than it says"),
-        (arrays, whole[1][:-9], "truncated or altered"),
-        (arrays, b"", "truncated or altered"),
+        (manifest, whole[0].replace(b'"files"', b'"filez"'), "another digest than it says"),
+        (
+            manifest,
+            RUN.manifest_bytes({"format": 1}),
+            "has format 1, .* from 2 on; expected the rollflow that",
+        ),
+        (manifest, RUN.manifest_bytes({"kind": "rollflow replay"}), "of kind 'rollflow replay', expected"),
+        (arrays, whole[1][:-9], "it was truncated"),
+        (arrays, whole[1][:-9] + b"otherwise", "another checksum .*: it was altered"),
+        (arrays, b"", "it was truncated"),
         (manifest, b"{}", "no digest"),
     ):
         manifest.write_bytes(whole[0])
@@ -364,9 +372,9 @@ def test_a_worker_that_does_not_say_its_state_begins_anew(tmp_path: Path) -> Non
         run.save(tmp_path)
         next(batches)
         assert run.lost == {}
-    state = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
-    assert state["environments"] == [["restart"], ["restart"]]
-    assert "the state of its environments was not said for 1 s" in str(state["state"]["environments"])
+    manifest = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
+    assert manifest["environments"] == [["restart"], ["restart"]]
+    assert "the state of its environments was not said for 1 s" in str(read(tmp_path)[1]["environments"])
 
 
 def test_order_is_for_what_steps_here_or_in_workers(tmp_path: Path) -> None:

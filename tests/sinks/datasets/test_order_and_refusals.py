@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from rollflow import DatasetSink, DatasetSource
 from rollflow.sinks.datasets import dataset_source
+from rollflow.sinks.datasets.dataset_folder import DATASET
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import leaves_of
 
@@ -260,15 +261,28 @@ def test_a_damaged_file_is_named(path: Path) -> None:
         DatasetSource(path)
 
 
+def test_a_description_of_format_1_is_read_and_replaced(path: Path, played: Played) -> None:
+    name, count = path / "dataset.json", DatasetSource(path).num_steps
+    before = DATASET.manifest_of(name.read_bytes())
+    name.write_text(json.dumps({**before, "format": "rollflow dataset", "version": 1}))
+    assert DatasetSource(path).description == before
+    write_dataset(played.fragments[:1], path)
+    assert DATASET.manifest_of(name.read_bytes())["runs"][0] == before["runs"][0]
+    assert DatasetSource(path).num_steps > count
+
+
 def test_a_newer_a_damaged_and_a_missing_description_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="there is no dataset at"):
         DatasetSource(tmp_path / "nothing")
     name = path / "dataset.json"
-    description = json.loads(name.read_text())
-    name.write_text(json.dumps(description | {"version": 3}))
-    with pytest.raises(DatasetError, match=r"dataset.json has version 3, expected at most 2: a newer rollflow"):
+    description = DATASET.manifest_of(name.read_bytes())
+    name.write_bytes(DATASET.manifest_bytes(description | {"format": 4}))
+    with pytest.raises(DatasetError, match=r"dataset.json has format 4, and .* up to 3; expected a newer rollflow"):
         DatasetSource(path)
-    name.write_text(json.dumps(description | {"action_space": {"type": "Ball"}}))
+    name.write_bytes(name.read_bytes().replace(b'"runs"', b'"runz"'))
+    with pytest.raises(DatasetError, match=r"dataset.json has another digest than it says"):
+        DatasetSource(path)
+    name.write_bytes(DATASET.manifest_bytes(description | {"action_space": {"type": "Ball"}}))
     with pytest.raises(DatasetError, match=r"dataset.json: action_space: type is 'Ball'"):
         DatasetSource(path)
     name.write_text(name.read_text()[:50])

@@ -25,7 +25,7 @@ from stored_steps import env_steps_of, steps_in
 
 from rollflow import DatasetSink, DatasetSource, GeneralAdvantageEstimation, MultiAgentEpisode, MultiAgentRollout
 from rollflow.nodes import DefaultModule, RandomModule
-from rollflow.sinks.datasets.dataset_folder import DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import DATASET, DatasetFolder
 from rollflow.sinks.datasets.parquet_episodes import ModuleEpisodes
 from rollflow.stream import DatasetError
 from rollflow.stream.data.column import Column
@@ -166,9 +166,9 @@ def test_a_summary_reads_only_the_versions_that_modules_have(tmp_path: Path, mon
     returns = [sum(float(np.sum(each.get_rewards())) for each in episode.agent_episodes.values())
                for episode in DatasetSource(tmp_path).episodes()]  # fmt: skip
     path = tmp_path / "modules/b/dataset.json"
-    description = json.loads(path.read_text())
+    description = DATASET.manifest_of(path.read_bytes())
     del description["columns"]["policy_version"]
-    path.write_text(json.dumps(description))
+    path.write_bytes(DATASET.manifest_bytes(description))
     asked: list[list[str]] = []
     read = ModuleEpisodes.read
 

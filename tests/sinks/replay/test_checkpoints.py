@@ -21,8 +21,9 @@ from wire_values import same
 from rollflow import Replay
 from rollflow.sinks import Episodes, Prioritized, Storage
 from rollflow.sinks.replay import row_index
-from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
+from rollflow.sinks.replay.checkpoint import REPLAY, CheckpointFolder
 from rollflow.stream import ReplayError
+from rollflow.stream.data.stored_files import StoredKind
 
 BLOCK = 2048  # bytes: some rows of numbered environments
 
@@ -197,16 +198,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(
 ) -> None:
     older, newer = saved(tmp_path / "replay", played.fragments[:1]), prioritized()
     insert_all(newer, played.fragments[:2])
-    read = CheckpointFolder._manifest
+    read = StoredKind.read_manifest
 
-    def meanwhile(folder: CheckpointFolder) -> Any:
-        manifest = read(folder)
+    def meanwhile(kind: StoredKind, folder: Path) -> Any:
+        manifest = read(kind, folder)
         monkeypatch.undo()
         newer.save(tmp_path / "replay")
         return manifest
 
     again = prioritized()
-    monkeypatch.setattr(CheckpointFolder, "_manifest", meanwhile)
+    monkeypatch.setattr(StoredKind, "read_manifest", meanwhile)
     again.load(tmp_path / "replay")
     assert len(again) == len(newer) > len(older)
 
@@ -220,18 +221,18 @@ def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) 
         for altered in (None, data[:middle], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]):
             path.unlink() if altered is None else path.write_bytes(altered)
             again = prioritized()
-            with pytest.raises(ReplayError, match=rf"{path.name}: expected a replay's checkpoint"):
+            with pytest.raises(ReplayError, match=path.name):
                 again.load(tmp_path / "replay")
             assert len(again) == 0
         path.write_bytes(data)
-    with pytest.raises(ReplayError, match=rf"nothing/{MANIFEST}: expected a replay's checkpoint"):
+    with pytest.raises(ReplayError, match=r"manifest.json is missing in .*nothing, expected a replay's checkpoint"):
         loaded(tmp_path / "nothing")
     loaded(tmp_path / "replay")
 
 
 def test_a_folder_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path, played: Played) -> None:
     replay = saved(tmp_path / "replay", played.fragments[:1])
-    (tmp_path / "replay" / MANIFEST).write_text("{}")
+    (tmp_path / "replay" / REPLAY.manifest).write_text("{}")
     somebody_elses = [tmp_path / "replay" / name for name in ("notes", "index-page.html", "rows-2024.csv")]
     for path in somebody_elses:
         path.write_text("")
