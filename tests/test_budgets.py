@@ -46,12 +46,9 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/metrics": (582, 10),  # returns that go on; columns on a device
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
-    "nodes/policies": (1925, 9),  # policies that are pickled; an evaluation refuses what a rollout refuses
-    "nodes/rollout": (2120, 21),  # whole rollouts in order; checkpoints that a kill leaves whole
-    "nodes/stages": (
-        2035,
-        22,
-    ),  # states of what acts; lanes that had stopped; lanes in order; columns, faults on a device
+    "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
+    "nodes/rollout": (2129, 21),  # states of another layout or run; whole rollouts in order
+    "nodes/stages": (2037, 22),  # another prefetch; states of what acts; lanes that had stopped; lanes in order
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (844, 20),
     "rollflow": (64, 0),  # a name more

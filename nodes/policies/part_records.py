@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -173,6 +174,8 @@ def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
 
     Raises PolicyError, with the place, for a value without such a form.
     """
+    if isinstance(value, Enum) and isinstance(value, int | str):
+        value = value.value
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:

@@ -193,6 +193,8 @@ def layout_of(environments: Any) -> State:
         "slots": [each.num_envs for each in environments.envs],
         "fragment_length": environments.fragment_length,
         "lookback": environments.lookback,
+        "deterministic": environments.keeps_order,
+        "autoreset": str(getattr(environments.envs[0], "metadata", {}).get("autoreset_mode")),
         "agents": [[list(agents), described(seen), described(done)] for agents, seen, done, _ in environments.parts],
     }
 

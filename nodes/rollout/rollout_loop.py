@@ -55,7 +55,7 @@ from rollflow.nodes.stages.rounds import (
     RolloutIterator,
 )
 from rollflow.stream.data.closing import closing_on_error, holding_interrupts, noting_in
-from rollflow.stream.data.errors import GraphError, RunError, noted, shown, warn_caller
+from rollflow.stream.data.errors import CheckpointError, GraphError, RunError, shown, warn_caller
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.graph.background import AtWork
@@ -569,7 +569,13 @@ class RolloutLoop(abc.ABC, Generic[F]):
         env, keywords = keywords_of(state, env, keywords)
         rollout = cls(env, **keywords)
         with closing_on_error(rollout.close):
-            rollout._go_on_with(state)
+            try:
+                rollout._go_on_with(state)
+            except Exception as error:  # of modules and pieces of any kind
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+                raise CheckpointError(
+                    f"{path} can't be gone on from: {reason}; expected the modules and pieces of the run that was saved"
+                ) from error
         rollout._checkpoints.resumed_from = path
         logger.info("the run goes on from %s", path)
         return rollout
@@ -663,14 +669,15 @@ class RolloutLoop(abc.ABC, Generic[F]):
             return fragment
 
         self._prepare_lanes()
-        with noted("expected the modules of the run that was saved"):
-            acting.set_state(state["acting"])
+        acting.set_state(state["acting"])
         for name, pipeline in self._saved_pipelines():
             pipeline.set_state(state["pipelines"][name])
         self.metrics.set_state(state["metrics"])
         self._checkpoints.saved = dict(state["attached"])
         steps = state["steps_before"]
         now, before = layout_of(environments), state["layout"]
+        if not now["deterministic"]:
+            before = {**before, "deterministic": False}  # lanes that kept order go on without it
         if now == before:
             environments.begin_at(state["first_step"])
             for lane, each in zip(environments.lanes, state["lanes"], strict=True):

@@ -547,10 +547,12 @@ class OrderedCredits(FragmentCredits):
     def _lets_begin(self, lane: Any) -> bool:
         if not super()._lets_begin(lane):
             return False
-        if lane.sequence >= self._per_lane:
-            versions = self._versions[lane.index].popleft()
-            for module, (_, weights) in self._acting.by_id.items():
-                weights.let_in(versions.get(module, 0))
+        done = lane.sequence + 1 - self._held[lane.index]
+        newest: Mapping[Any, int] = {}  # of the rounds that count: after a resume with another `prefetch` not one
+        while done - len(self._versions[lane.index]) <= lane.sequence - self._per_lane:
+            newest = self._versions[lane.index].popleft()
+        for module, version in newest.items():
+            self._acting.by_id[module][1].let_in(version)
         return True
 
     def releasing(self, lanes: Sequence[int]) -> Callable[[], None]:

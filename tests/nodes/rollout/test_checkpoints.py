@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rollflow.stream.data.infos import copied
 from rollflow.stream.data.tree import leaves_of
 
 ROUNDS, STOP = 8, 3
+ELSEWHERE = {"prefetch": [0, 1, 2], "where": ["inline", "threads"]}
 SUPPORT = Path(walk_env.__file__).parent
 
 
@@ -137,6 +139,48 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Pa
         assert rest[-1] == whole[-1]
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_run_goes_on_to_the_bit_wherever_its_lanes_step_next(prefetch: int, tmp_path: Path) -> None:
+    options = {"lanes": 2, "deterministic": True, "prefetch": prefetch, "env_to_module_connector": filtered}
+    expected = list(learnt(begun(**options), 8))[:8]
+    run, found = begun(**options, checkpoints=Checkpoints(tmp_path, every_s=1e9)), []
+    places: Any = ("threads", None), ("processes", 2), ("processes", 1), ("inline", None)
+    for where, workers in places:
+        found += list(learnt(run, 2))[:2]
+        run = Rollout.resume(tmp_path, where=where, workers=workers, env_to_module_connector=filtered)
+    run.close()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"env": "Acrobot-v1"}, r"size mismatch for encoder.layers.0.weight.*; expected the modules and pieces of the"),
+        ({"module": RandomModule}, "Unexpected key"),
+        ({"env_to_module_connector": lambda env: []}, r"a state for \['MeanStdFilter'\]"),
+    ],
+)
+def test_other_modules_and_pieces_than_the_runs_are_refused(given: Any, text: str, tmp_path: Path) -> None:
+    with (run := begun(env_to_module_connector=filtered)):
+        next(run.batches())
+        run.save(tmp_path)
+    given = {"env_to_module_connector": filtered} | given
+    with pytest.raises(CheckpointError, match=rf"checkpoint-\d+ can't be gone on from: .*{text}"):
+        Rollout.resume(tmp_path, **given)
+
+
+@pytest.mark.parametrize("given", [{"deterministic": True}, {"autoreset_mode": "NextStep"}])
+def test_lanes_that_go_on_in_another_way_begin_anew(given: Any, tmp_path: Path, caplog: Any) -> None:
+    one_by_one = partial(gym.make, "CartPole-v1")
+    with (run := begun(one_by_one)):
+        next(run.batches())
+        run.save(tmp_path)
+    with (run := Rollout.resume(tmp_path, one_by_one, **given)):
+        assert "environments begin anew, and what was under way is left out" in caplog.text
+        next(run.batches())
+    assert run.num_steps > 64
+
+
 def numbers(fragment: Any, into: list[tuple[int, ...]]) -> None:
     for chunk in fragment.episodes():
         steps = zip(chunk.get_observations()[:-1], chunk.get_actions(), strict=True)
@@ -149,10 +193,10 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
     options: dict[str, Any] = {
         "num_envs": data.draw(st.integers(1, 3)),
         "fragment_length": data.draw(st.integers(1, 7)),
-        "prefetch": data.draw(st.integers(0, 2)),
-        "where": data.draw(st.sampled_from(["inline", "threads"])),
+        **{name: data.draw(st.sampled_from(of)) for name, of in ELSEWHERE.items()},
         "lanes": 1,
         "autoreset_mode": data.draw(st.sampled_from(["SameStep", "NextStep"])),
+        "deterministic": data.draw(st.booleans()),
     }
     folder = tmp_path_factory.mktemp("run")
     slots = iter(range(100))
@@ -171,7 +215,8 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
                 if number == stop:
                     rollout.save(folder)
                     break
-        rollout = Rollout.resume(folder, make, module=RandomModule)
+        elsewhere = {name: data.draw(st.sampled_from(of)) for name, of in ELSEWHERE.items()}
+        rollout = Rollout.resume(folder, make, module=RandomModule, **elsewhere)
     with rollout:
         for fragment in rollout.fragments():
             numbers(fragment, found)
