@@ -1,4 +1,4 @@
-"""Serving of policies over HTTP and WebSocket (extra `serve`): sessions, batches, versions.
+"""Serving of policies over HTTP and WebSocket (extra `serve`): sessions, batches.
 
 Names are imported when they are first asked for: a shelf needs no web framework.
 """

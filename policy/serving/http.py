@@ -48,10 +48,10 @@ except ImportError:
 
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10
-_FIELDS = {"observation", "reward", "session", "begins", "version"}
+_FIELDS = {"observation", "reward", "session", "begins"}
 # Fields of many observations, and the field of each.
 _COLUMNS = {"rewards": "reward", "sessions": "session", "begins": "begins"}
-_BATCH_FIELDS = {"observations", "version", *_COLUMNS}
+_BATCH_FIELDS = {"observations", *_COLUMNS}
 _MOST_UNDER_WAY = 256  # messages of one connection
 _LEFT = 1000  # WebSocket's code of a connection that was closed on purpose
 
@@ -144,15 +144,14 @@ class Conversation:
 
 
 def description_of(shelf: Shelf, name: str) -> dict[str, Any]:
-    """A served policy in plain values: versions, spaces, and whether sessions have a memory."""
-    newest = shelf.newest(name)
+    """A served policy in plain values: version, spaces, and whether sessions have a memory."""
+    batcher = shelf.batcher(name)
     return {
         "name": name,
-        "version": newest.version,
-        "versions": list(shelf.versions(name)),
-        "observation_space": described(newest.policy.observation_space),
-        "action_space": described(newest.policy.action_space),
-        "has_memory": newest.book.has_memory,
+        "version": batcher.version,
+        "observation_space": described(batcher.policy.observation_space),
+        "action_space": described(batcher.policy.action_space),
+        "has_memory": batcher.book.has_memory,
     }
 
 
@@ -276,15 +275,14 @@ class HttpServer(ClosedOnExit):
                       reward         of the session's action before; may be missing
                       session        a text or a number; missing: an observation by itself
                       begins         true if an episode begins
-                      version        of the policy, a text; missing: the session's own, or the newest
             client    whose session it is; None: it is the same one for all clients
 
         Raises ServingError: RequestError, with the field, if one is wrong.
         """
         _check_fields(fields, _FIELDS, "observation")
-        space = self.shelf.newest(name).policy.observation_space
+        space = self.shelf.batcher(name).policy.observation_space
         observation = item_from(space, fields["observation"], "observation")
-        return await self._submitted(name, self._request(fields, observation, client), fields.get("version"))
+        return await self._submitted(name, self._request(fields, observation, client))
 
     async def act_batch(self, name: str, fields: Any, client: str | None = None) -> list[Acted | BaseException]:
         """The answers to `fields`: observations any[N, ...], and lists of N of the other fields, as `act` has them.
@@ -299,11 +297,11 @@ class HttpServer(ClosedOnExit):
             if not isinstance(values, list) or len(values) != len(columns["sessions"]) or not values:
                 raise RequestError(f"'{column}' is {shown(values)}, expected a list with one for each of 'sessions'")
         count = len(columns["sessions"])
-        space = self.shelf.newest(name).policy.observation_space
+        space = self.shelf.batcher(name).policy.observation_space
         rows = item_from(space, fields["observations"], "observations", (count,))
         places = [{_COLUMNS[column]: values[row] for column, values in columns.items()} for row in range(count)]
         requests = [self._request(place, tree_at(rows, row), client) for row, place in enumerate(places)]
-        answers = [self._submitted(name, request, fields.get("version")) for request in requests]
+        answers = [self._submitted(name, request) for request in requests]
         return await asyncio.gather(*answers, return_exceptions=True)
 
     def deliver(self, outcomes: Sequence[tuple[asyncio.Future[Acted], Acted | Exception]]) -> None:
@@ -311,13 +309,11 @@ class HttpServer(ClosedOnExit):
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._set, outcomes)
 
-    def _submitted(self, name: str, request: ActRequest, version: Any) -> asyncio.Future[Acted]:
+    def _submitted(self, name: str, request: ActRequest) -> asyncio.Future[Acted]:
         """What becomes of a request, which is submitted now."""
         answer: asyncio.Future[Acted] = request.ticket
-        if not isinstance(version, str | None):
-            raise RequestError(f"'version' is {shown(version)}, expected a text")
         try:
-            self.shelf.submit(name, request, version)
+            self.shelf.submit(name, request)
         except ServingError as error:
             answer.set_exception(error)
         return answer

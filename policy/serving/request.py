@@ -35,13 +35,16 @@ class RequestError(ServingError, ValueError):
 
 
 class UnknownPolicyError(ServingError, LookupError):
-    """Raised when no policy of the name, or of the version, is served."""
+    """Raised when no policy of the name is served."""
 
     status = 404
 
 
 class SessionLostError(ServingError, LookupError):
-    """Raised when a session goes on that the server has no memory of: it never began here, or it was forgotten."""
+    """Raised when a session goes on that the server has no memory of.
+
+    It never began here, it was forgotten, or a new version of the policy acts since.
+    """
 
     status = 410
 

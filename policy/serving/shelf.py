@@ -1,4 +1,4 @@
-"""The policies that a server has, by name and version, which of them acts for a session, and those saved anew."""
+"""The policies that a server has, by name, their sessions and batches, and those saved anew."""
 
 import hashlib
 import logging
@@ -97,9 +97,6 @@ class SessionBook:
         """Sessions that have a memory to go on with."""
         return len(self._records) if self.has_memory else 0
 
-    def __contains__(self, session: Hashable) -> bool:
-        return self.has_memory and session in self._records
-
     def leave(self, session: Hashable) -> bool:
         """Forget a session; False if it has no memory. The policy releases it before the next batch."""
         with self._lock:
@@ -126,8 +123,9 @@ class SessionBook:
             if not self.has_memory:
                 return None
             return SessionLostError(
-                f"session {request.session!r} has no memory here: it never began, or it was forgotten; expected "
-                "'begins': true with its next observation, as after reset() of a PolicyClient"
+                f"session {request.session!r} has no memory here: it never began, it was forgotten, or a new version "
+                "of the policy acts; expected 'begins': true with its next observation, as after reset() of a "
+                "PolicyClient"
             )
         if self._policy.needs_rewards and math.isnan(request.reward):
             return RequestError(
@@ -173,8 +171,8 @@ class BatchOptions(NamedTuple):
 
     max_batch       requests in one forward pass, at most
     max_wait        seconds that the first of them waits for others; 0.0: it waits for none
-    max_waiting     requests that may wait for each version; more are refused with OverloadedError
-    max_sessions    sessions with a memory, for each version; a new one takes the place of the one idle for longest
+    max_waiting     requests that may wait for each policy; more are refused with OverloadedError
+    max_sessions    sessions with a memory, for each policy; a new one takes the place of the one idle for longest
     idle_after      seconds after which an idle session is forgotten
     """
 
@@ -212,11 +210,6 @@ class Batcher:
         self._meters["sessions"].set_function(lambda: len(self.book))
         self._thread = threading.Thread(target=self._run, name=f"rollflow batches of {version}", daemon=True)
         self._thread.start()
-
-    def has_sessions(self, now: float) -> bool:
-        """Forget the idle sessions; True while another has a memory here that it can go on with, or a request waits."""
-        self.book.expire(now)
-        return bool(self._waiting) or len(self.book) > 0
 
     def submit(self, request: ActRequest) -> None:
         """Have a request answered, through its front.
@@ -320,14 +313,13 @@ class Batcher:
 
 
 class Shelf:
-    """Serves policies by name; each name has versions, the newest of which takes what begins.
+    """Serves policies by name, one version of each.
 
-    options    of every version's batches
+    options    of every policy's batches
 
     meters     what its policies have done, for Prometheus
 
-    A session stays with the version that it began with, since its memory is there. It goes to the newest one when an
-    episode begins anew. All methods may be called from any thread.
+    All methods may be called from any thread.
     """
 
     def __init__(self, options: BatchOptions | None = None) -> None:
@@ -335,98 +327,68 @@ class Shelf:
         for name, least in (("max_batch", 1), ("max_wait", 0), ("max_waiting", 1), ("max_sessions", 1)):
             if not (value := getattr(self._options, name)) >= least:
                 raise ValueError(f"{name} is {value}, expected at least {least}")
-        self._lock = threading.RLock()
-        self._versions: dict[str, dict[str, Batcher]] = {}  # name -> version -> batches, the newest last
+        self._lock = threading.Lock()
+        self._batchers: dict[str, Batcher] = {}  # by name
         self._is_closed = False
 
     @property
     def names(self) -> list[str]:
         """Names of the policies that are served."""
-        return list(self._versions)
+        return list(self._batchers)
 
-    def versions(self, name: str) -> dict[str, Batcher]:
-        """Batches by version, the oldest first. Raises UnknownPolicyError."""
-        with self._lock:
-            found = self._versions.get(name)
-            if not found:
-                raise UnknownPolicyError(f"no policy '{name}' is served; served: {', '.join(self._versions) or 'none'}")
-            return dict(found)
-
-    def newest(self, name: str) -> Batcher:
-        """Batches of the version that takes what begins. Raises UnknownPolicyError."""
-        return list(self.versions(name).values())[-1]
+    def batcher(self, name: str) -> Batcher:
+        """Batches of the policy of a name. Raises UnknownPolicyError."""
+        found = self._batchers.get(name)
+        if found is None:
+            raise UnknownPolicyError(f"no policy '{name}' is served; served: {', '.join(self._batchers) or 'none'}")
+        return found
 
     def put(self, name: str, policy: Any, version: str) -> None:
-        """Serve a policy; of a name that is there already, it takes what begins from now on.
+        """Serve a policy, in place of the one that has this name.
 
-        Older versions go on for the sessions that began with them, until `tidy` finds none.
+        That one answers what waits for it. Sessions with a memory begin anew with the new one: until then their
+        requests raise SessionLostError.
         """
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the server is closed")
-            if version in self._versions.get(name, {}):
+            before = self._batchers.get(name)
+            if before is not None and before.version == version:
                 raise ValueError(f"version '{version}' of policy '{name}' is served already")
-            batcher = Batcher(policy, name, version, self._options, self.meters)
-            self._versions.setdefault(name, {})[version] = batcher
-        _log.info("policy '%s': version %s takes what begins", name, version)
+            self._batchers[name] = Batcher(policy, name, version, self._options, self.meters)
+        if before is not None:
+            self.meters.remove(name, before.version)
+            before.close()
+        _log.info("policy '%s': version %s acts", name, version)
 
-    def submit(self, name: str, request: ActRequest, version: str | None = None) -> None:
-        """Have a request answered, by the version asked for or by the session's own.
-
-        Raises UnknownPolicyError, OverloadedError or ClosedError.
-        """
-        with self._lock:  # so that the version is not closed just then
-            self._batcher_for(name, request.session, request.begins, version).submit(request)
+    def submit(self, name: str, request: ActRequest) -> None:
+        """Have a request answered. Raises UnknownPolicyError, OverloadedError or ClosedError."""
+        with self._lock:  # so that the policy is not replaced just then
+            self.batcher(name).submit(request)
 
     def forget(self, name: str, session: Hashable) -> bool:
         """Release a session's memory; False if none is there. Raises UnknownPolicyError."""
-        return any([batcher.book.leave(session) for batcher in self.versions(name).values()])
+        return self.batcher(name).book.leave(session)
 
     def forget_client(self, client: str) -> None:
         """Release the memory of every session of a client that is gone."""
-        for name in self.names:
-            for batcher in self.versions(name).values():
-                batcher.book.leave_all_of(client)
+        for batcher in list(self._batchers.values()):
+            batcher.book.leave_all_of(client)
 
     def tidy(self, now: float | None = None) -> None:
-        """Forget idle sessions, and close older versions that have none any more; to be called now and then.
+        """Forget idle sessions; to be called now and then.
 
         now    time of `monotonic`; None: the present one
         """
-        now = monotonic() if now is None else now
-        over: list[tuple[str, Batcher]] = []
-        with self._lock:
-            for name, versions in self._versions.items():
-                *_, newest = versions
-                for version, batcher in list(versions.items()):
-                    if not batcher.has_sessions(now) and version != newest:
-                        over.append((name, versions.pop(version)))
-                        self.meters.remove(name, version)  # it may be put back before this one is closed
-        for name, batcher in over:
-            batcher.close()
-            _log.info("policy '%s': version %s is over", name, batcher.version)
+        for batcher in list(self._batchers.values()):
+            batcher.book.expire(monotonic() if now is None else now)
 
     def close(self) -> None:
         """Answer what waits, and take nothing more."""
         with self._lock:
             self._is_closed = True
-            batchers = [batcher for versions in self._versions.values() for batcher in versions.values()]
-        for batcher in batchers:
+        for batcher in self._batchers.values():
             batcher.close()
-
-    def _batcher_for(self, name: str, session: Hashable, begins: bool, version: str | None) -> Batcher:
-        versions = self.versions(name)
-        if version is not None:
-            if version not in versions:
-                raise UnknownPolicyError(f"policy '{name}' has no version '{version}'; served: {', '.join(versions)}")
-            return versions[version]
-        if session is not None and len(versions) > 1:
-            for batcher in reversed(versions.values()):
-                if session in batcher.book:
-                    if not begins:
-                        return batcher
-                    batcher.book.leave(session)  # it may begin with another version
-        return list(versions.values())[-1]
 
 
 class WatchedPolicy:
@@ -465,7 +427,7 @@ class WatchedPolicy:
 
     def _put(self) -> None:
         version = version_of(self._path)
-        if version not in (self._shelf.versions(self._name) if self._name in self._shelf.names else ()):
+        if self._name not in self._shelf.names or version != self._shelf.batcher(self._name).version:
             self._shelf.put(self._name, Policy.load(self._path, **self._options), version)
 
     def _stamp(self) -> _Stamp | None:

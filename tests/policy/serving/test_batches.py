@@ -54,7 +54,7 @@ def test_requests_of_one_session_never_share_a_pass_and_keep_their_order() -> No
     [
         ([(1, "a", True), (2, "a", False), (7, "a", True), (1, "a", False)], [1, 3, 7, 8]),  # an episode begins anew
         ([(3, None, False)] * 2, [3, 3]),
-        ([(1, "a", False)], ["session 'a' has no memory here: it never began, or it was forgotten; expected"]),
+        ([(1, "a", False)], ["session 'a' has no memory here: it never began, it was forgotten, or a new version"]),
         # Two sessions have room: the one that is idle for longest is forgotten.
         ([*((1, each, True) for each in "abac"), (1, "a", False), (1, "b", False)], [1, 1, 1, 1, 2, "session 'b' has"]),
     ],

@@ -79,7 +79,7 @@ def test_a_batch_is_one_request_and_its_sessions_go_on() -> None:
         assert client.act_batch(observations[::-1], sessions=[2, 1, 0])[:, 0].tolist() == [8.0, 4.0, 0.0]
         client.forget(1)
         assert client.act_batch(observations[1:], sessions=[1, 2])[:, 0].tolist() == [2.0, 12.0]
-        assert len(shelf.newest("a").book) == 3
+        assert len(shelf.batcher("a").book) == 3
         with pytest.raises(RequestError, match="session 1 comes more than once in one call"):
             client.act_batch(observations[1:], sessions=[1, 1])
         for count, sessions in ((2, [1]), (0, None), (1, [])):
@@ -179,7 +179,11 @@ def asked(connection: ClientConnection, **fields: Any) -> dict[str, Any]:
         ({"hello": 1}, 426, "'hello' is 1, expected 2: the protocol's version here"),
         ({"hello": 2, "client": ""}, 422, "'client' is '', expected a text"),
         ({"forget": "x", "policy": "z"}, 404, "no policy 'z' is served; served: a"),
-        ({"begins": [False]}, 410, "session 'x' has no memory here: it never began, or it was forgotten; expected"),
+        (
+            {"begins": [False]},
+            410,
+            "session 'x' has no memory here: it never began, it was forgotten, or a new version",
+        ),
     ],
 )
 def test_the_server_looks_at_every_field(fields: dict[str, Any], status: int, text: str, server: HttpServer) -> None:
@@ -270,8 +274,8 @@ def test_a_client_that_leaves_takes_its_sessions_along() -> None:
     with served(policy_of(Sums)) as (shelf, server):
         with client_of(server.url) as client:
             client.act_batch(np.ones((5, 2)))
-            assert len(shelf.newest("a").book) == 5
-        await_that(lambda: not len(shelf.newest("a").book))
+            assert len(shelf.batcher("a").book) == 5
+        await_that(lambda: not len(shelf.batcher("a").book))
         with pytest.raises(ClosedError):
             client.act([1, 0])
 
