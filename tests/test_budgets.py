@@ -47,8 +47,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
     "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2129, 21),  # states of another layout or run; whole rollouts in order
-    "nodes/stages": (2037, 22),  # another prefetch; states of what acts; lanes that had stopped; lanes in order
+    "nodes/rollout": (2125, 21),  # states of another layout or run; whole rollouts in order
+    "nodes/stages": (1977, 22),  # another prefetch; states of what acts; lanes that had stopped; lanes in order
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (812, 20),
     "rollflow": (64, 0),  # a name more
@@ -61,7 +61,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/data": (1604, 39),  # files of all that is stored, from elsewhere; columns on a device, and their page
     "stream/episodes": (1670, 13),
     "stream/fragments": (1570, 20),  # columns by time and slot; a lane that goes on from another
-    "stream/graph": (2552, 34),  # a look for Ctrl-C; a ring that stands still; tasks that read several outputs
+    "stream/graph": (2548, 34),  # a look for Ctrl-C; a ring that stands still; tasks that read several outputs
     "stream/multi_agent": (1431, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1183, 17),

@@ -33,7 +33,7 @@ from rollflow.stream.observe.watch import OnStall, StallRules
 Init = TypeVar("Init", bound=Callable[..., None])
 T = TypeVar("T")
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
-JOINT_PASSES = "max_batch, max_wait and in_thread of Forward are for a pass over several lanes"
+JOINT_PASSES = "max_batch and max_wait of Forward are for a pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 Place = Where | OnHosts
 
@@ -45,10 +45,9 @@ class Forward:
 
     max_batch    slots, or agents, in one pass over several ready lanes, at most; None: each lane has its own pass. With
                  where="threads" or "processes" and `lanes` left out, environments of one agent each, no more than
-                 that, are one lane, whose slots step each on its own: a pass has those that are ready. With `lanes`, or
-                 `in_thread`, lanes stay
+                 that, are one lane, whose slots step each on its own: a pass has those that are ready. With `lanes`,
+                 lanes stay
     max_wait     seconds for which such a pass waits for more lanes or slots, once one is ready
-    in_thread    do passes in a worker thread, while other lanes' environments step
     flat         do passes as flat lists of torch operations, without the cost of `nn.Module`'s calls. True: for modules
                  that do the same at every call; results are equal up to rounding. None: for a `DefaultModule`, and on
                  the CPU for others whose code can do nothing else at another call, with the same bits: `explain()`
@@ -62,7 +61,6 @@ class Forward:
 
     max_batch: int | None = None
     max_wait: float = 0.0
-    in_thread: bool = False
     flat: bool | None = None
     compile: bool | Mapping[str, Any] = False
     threads: int | None = 1
@@ -70,18 +68,13 @@ class Forward:
     def __post_init__(self) -> None:
         check_numbers(max_batch=(self.max_batch, 1), threads=(self.threads, 1))
         checked_number("max_wait", self.max_wait, least=0, noun="seconds")
-        check_flags(in_thread=self.in_thread, flat=self.flat is not None and self.flat)
+        check_flags(flat=self.flat is not None and self.flat)
         if not isinstance(self.compile, bool | Mapping):
             raise ValueError(f"compile is {self.compile!r}, expected True, False or a dict of torch.compile's options")
         if self.max_wait and self.max_batch is None:
             raise ValueError(f"max_wait={self.max_wait} is for a pass over several lanes, expected max_batch as well")
         if self.flat and self.compile is not False:
             raise ValueError("flat and compile are two ways of doing a pass, expected one of them")
-
-    @property
-    def joins_lanes(self) -> bool:
-        """True if a pass may be over several lanes, or beside the lanes' steps."""
-        return self.max_batch is not None or self.in_thread
 
     @property
     def options(self) -> dict[str, Any]:
@@ -324,7 +317,7 @@ class RolloutOptions:
                     f"{name} is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to be "
                     "given to each RolloutHost"
                 )
-        if self.forward.joins_lanes:
+        if self.forward.max_batch is not None:
             place, expected = "where='rollouts' has", "where='threads' or where='processes'"
             if is_remote:
                 place, expected = "RemoteRollouts have", "RemoteEnvs"

@@ -122,7 +122,7 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: EnvKind) -> Any:
 def _are_apart(env: Any, asked: RolloutOptions, kind: EnvKind) -> bool:
     """True if each slot is to step on its own, in one lane: see `Forward`."""
     how, is_one = asked.forward, asked.lanes is None and not (kind.has_several or _is_made(env, kind))
-    most = how.max_batch if asked.where in READY_NODES and is_one and not how.in_thread else None
+    most = how.max_batch if asked.where in READY_NODES and is_one else None
     return most is not None and count_of(env, asked.num_envs) <= most
 
 

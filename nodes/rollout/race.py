@@ -138,7 +138,7 @@ def _rate(rollout: Any) -> float:
 
 def _refusals(options: RolloutOptions, alone: Any) -> dict[str, str]:
     """Place -> why it does not keep to what is asked for."""
-    if options.forward.joins_lanes:
+    if options.forward.max_batch is not None:
         return {"rollouts": JOINT_PASSES}
     metrics = options.watch.metrics
     if not isinstance(metrics, MetricsLogger | None):

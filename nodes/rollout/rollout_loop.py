@@ -162,7 +162,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     def _check_deterministic(self) -> None:
         """Raise ValueError if lanes can't be kept in order where they are."""
-        if self._options.forward.joins_lanes:
+        if self._options.forward.max_batch is not None:
             raise ValueError(f"deterministic=True, but {JOINT_PASSES}, which are of whoever is ready; expected neither")
         self._check_place("deterministic=True is", _IN_ORDER)
 

@@ -64,7 +64,6 @@ class Chain:
         self.background: list[tuple[Background, NodeMeter]] = [
             (node, meters[name]) for name in names if (node := graph.nodes[name].background) is not None
         ]
-        self._going_on = [go_on for _, go_on in graph.having("go_on", names)]
         self.mark = self._mark = [0, -1] if mark is None else mark
         self._mark[1] = -1
         self.thread = 0
@@ -139,8 +138,6 @@ class Chain:
             for output in self._completed(node, meter) if node.in_flight else ():
                 found = True
                 self._call(self._routes[meter.name], output)
-        for go_on in self._going_on:
-            go_on()
         return found
 
     def _completed(self, node: Background, meter: NodeMeter) -> list[Any]:

@@ -79,7 +79,7 @@ class Sink(Protocol):
 
 
 class Background(Protocol):
-    """A synchronous node that takes items and gives its outputs later. Its last three methods may be missing.
+    """A synchronous node that takes items and gives its outputs later. Its last two methods may be missing.
 
     A call with an item returns None. The outputs come from `completed()`. All methods are called in the thread that the
     graph runs in. The descriptor says that another thread or process has completed something.
@@ -105,9 +105,6 @@ class Background(Protocol):
 
     def take_meter(self, meter: "NodeMeter", /) -> None:
         """Count all work by this meter, from `begin_work` to `end_work`: else calls, and waits for the node, count."""
-
-    def go_on(self) -> None:
-        """Begin further work: what `completed` gave has been carried on."""
 
     def hasten(self) -> None:
         """Return unfinished work as it is: no more items will be asked for."""

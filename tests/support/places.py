@@ -14,7 +14,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
     "threads apart": {"where": "threads", "forward": Forward(max_batch=64)},
-    "forward in a thread": {"where": "threads", "forward": Forward(in_thread=True)},
     "processes": {"where": "processes", "workers": 1},
     "processes apart": {"where": "processes", "workers": 1, "forward": Forward(max_batch=64)},
     "rollouts": {"where": "rollouts", "workers": 1},

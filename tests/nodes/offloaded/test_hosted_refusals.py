@@ -257,9 +257,8 @@ def test_hosts_of_another_kind_are_refused(
         ({"workers": 2}, "workers is 2, but remote environments are where their hosts are"),
         (
             {"forward": Forward(max_batch=4)},
-            "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs",
+            "max_batch and max_wait .* but RemoteRollouts have one for each; expected RemoteEnvs",
         ),
-        ({"forward": Forward(in_thread=True)}, "max_wait and in_thread of Forward are for a pass over several lanes"),
         (
             {"forward": Forward(compile=True)},
             r"Forward\(compile=…\) is for forward passes here, and .* given to each RolloutHost",

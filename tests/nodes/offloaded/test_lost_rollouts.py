@@ -100,10 +100,7 @@ def test_the_report_tells_of_the_stages_in_the_workers() -> None:
     [
         (
             {"forward": Forward(max_batch=4)},
-            "max_batch, max_wait and in_thread of Forward are for a pass over several lanes, but",
-        ),
-        (
-            {"forward": Forward(in_thread=True)},
+            "max_batch and max_wait of Forward are for a pass over several lanes, "
             "but where='rollouts' has one for each; expected where='threads' or where='processes'",
         ),
         ({"watch": Watch(metrics={})}, "metrics is dict, expected a MetricsLogger"),

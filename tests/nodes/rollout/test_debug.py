@@ -13,7 +13,7 @@ from serial_module import SerialModule
 
 from rollflow import ConnectorV2, Forward, Rollout
 
-THREADED: dict[str, Any] = {"prefetch": 2, "forward": Forward(in_thread=True, max_batch=64), "lanes": 2, "seed": 0}
+THREADED: dict[str, Any] = {"prefetch": 2, "forward": Forward(max_batch=64), "lanes": 2, "seed": 0}
 
 
 THREADS: set[int] = set()
@@ -77,7 +77,7 @@ def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for(where: A
 
 @pytest.mark.parametrize("pipeline", ["joint_connector", "env_to_module_connector", "module_to_env_connector"])
 def test_an_error_with_several_agents_says_in_which_piece_lane_and_step(pipeline: str) -> None:
-    options: dict[str, Any] = {pipeline: lambda part: Watches(5), "debug": True, "forward": Forward(in_thread=True)}
+    options: dict[str, Any] = {pipeline: lambda part: Watches(5), "debug": True, "forward": Forward(max_batch=64)}
     _, rollout = agents_rollout(AGENTS._replace(at_once=True), **options)
     with pytest.raises(ZeroDivisionError) as raised, rollout:
         list(rollout.batches())

@@ -23,7 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ahead": {"prefetch": 2},
     "gathering": {"lanes": 3, "forward": Forward(max_batch=12)},
     "apart": {"where": "threads", "forward": Forward(max_batch=12)},
-    "forward in a thread": {"lanes": 2, "forward": Forward(in_thread=True)},
 }
 FAILING = {
     "env": r"(environment 1, env step|lane 0, vector step|slot 1, step)",
@@ -102,8 +101,8 @@ def test_after_a_loop_nothing_is_left_and_every_environment_is_closed(way: str, 
     [
         ("asyncio", "inline", False),
         ("trio", "inline", True),
-        ("trio", "forward in a thread", False),
-        ("asyncio", "forward in a thread", True),
+        ("trio", "ahead", False),
+        ("asyncio", "ahead", True),
     ],
 )
 @pytest.mark.parametrize("reading", ["loop", "graph"])

@@ -120,7 +120,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "one pass for all": {"where": "threads", "lanes": 3, "forward": ONE_PASS},
     "slots apart": {"where": "threads", "forward": ONE_PASS},
     "ahead": {"prefetch": 2},
-    "forward in a thread": {"where": "threads", "lanes": 3, "forward": Forward(in_thread=True)},
 }
 IN_READER = ("learner", "hook")  # points in the reader's thread, wherever the rest is
 
@@ -202,7 +201,7 @@ def tell_gathering(rollout: Any, gathering: threading.Event) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_it_ends_the_run_at_once_and_counts_losses(point: str, way: str, kind: str, press_in_reader: Raise) -> None:
     is_elsewhere = point not in IN_READER and (
-        way in ("ahead", "forward in a thread") or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
+        way == "ahead" or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
     )
     gathering = threading.Event()
     interrupts = Interrupts(PRESS, 21 if point in POINTS[:5] else 3)
@@ -303,9 +302,7 @@ def test_all_is_closed_though_ctrl_c_comes_meanwhile(prefetch: int, is_interrupt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "place", ["threads", "ahead", "forward in a thread", "processes", "rollouts", "hosts", "hosted rollouts"]
-)
+@pytest.mark.parametrize("place", ["threads", "ahead", "processes", "rollouts", "hosts", "hosted rollouts"])
 @pytest.mark.wait_times(close_s=0.1)  # of a long fragment
 def test_it_ends_a_wait(place: str, press_in_reader: Raise) -> None:
     acts: Any = {"module": NumberedModule()}
@@ -414,7 +411,7 @@ def test_in_an_evaluation_it_closes_the_environments() -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("form", ["async for", "graph"])
-@pytest.mark.parametrize("way", ["inline", "threads", "forward in a thread"])
+@pytest.mark.parametrize("way", ["inline", "threads"])
 @pytest.mark.parametrize("point", ["before the step", "forward", "learner"])
 def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, backend: str) -> None:
     is_elsewhere = point != "learner" and (form == "async for" or way != "inline")
@@ -445,7 +442,7 @@ def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, b
         next(rollout.fragments())
 
 
-@pytest.mark.parametrize("way", ["inline", "ahead", "forward in a thread"])
+@pytest.mark.parametrize("way", ["inline", "ahead"])
 def test_after_an_error_it_says_that_it_can_not_go_on(way: str) -> None:
     def fail() -> None:
         raise ZeroDivisionError("no more")

@@ -30,7 +30,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.run import Run
 
-WAYS = {name: options for name, options in PLACES.items() if name != "forward in a thread"}
+WAYS = PLACES
 JOINT: dict[str, Any] = {"joint": {"lanes": 2, "forward": Forward(max_batch=4)}}
 
 

@@ -32,7 +32,6 @@ PLACES = ["inline", "threads", "processes", "rollouts", *HOSTS]
 JOINT: dict[str, dict[str, Any]] = {
     "together": {"forward": Forward(max_batch=64)},
     "waiting": {"forward": Forward(max_batch=64, max_wait=1e-3)},
-    "in a thread": {"forward": Forward(in_thread=True)},
 }
 PASSES: dict[str, list[dict[str, Any]]] = {
     "inline": [{}, {"debug": True}, *JOINT.values()],

@@ -253,12 +253,11 @@ class Locked(NumberedModule):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"forward": Forward(max_batch=4)}, "max_batch, max_wait and in_thread of Forward are for a pass"),
-        ({"forward": Forward(in_thread=True)}, "max_batch, max_wait and in_thread of Forward are for a pass"),
+        ({"forward": Forward(max_batch=4)}, "max_batch and max_wait of Forward are for a pass"),
         ({"watch": Watch(metrics=object())}, "metrics of type object can't be merged"),
         ({"module": lambda *spaces: Locked()}, "it raised "),
     ],
-    ids=["max_batch", "in_thread", "metrics", "module"],
+    ids=["max_batch", "metrics", "module"],
 )
 def test_whole_rollouts_are_ruled_out_by_what_they_can_not_do(
     options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ def pool_of(slots: int, batch_size: int, **options: Any) -> StandInPool:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("forward", [Forward(), Forward(max_batch=8), Forward(max_batch=16), Forward(in_thread=True)])
+@pytest.mark.parametrize("forward", [Forward(), Forward(max_batch=8), Forward(max_batch=16)])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_drain_hands_out_every_step(lanes: int, forward: Forward, prefetch: int, way: str) -> None:
     pools = [pool_of(8, 2, seed=lane) for lane in range(lanes)]

@@ -191,7 +191,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": 2},
     "gathering": {"forward": Forward(max_batch=6), "lanes": 3},
     "gathering, waiting": {"forward": Forward(max_batch=6, max_wait=10.0), "lanes": 3, "num_fragments": 4},
-    "forward in a thread": {"forward": Forward(in_thread=True), "lanes": 2, "prefetch": 1},
 }
 
 
@@ -209,9 +208,8 @@ async def test_the_loop_may_be_asynchronous(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("in_thread", [False, True])
-async def test_in_a_graph_a_pass_waits_for_other_lanes_no_longer_than_it_may(in_thread: bool) -> None:
-    options: dict[str, Any] = {"forward": Forward(max_batch=8, max_wait=1e-3, in_thread=in_thread)}
+async def test_in_a_graph_a_pass_waits_for_other_lanes_no_longer_than_it_may() -> None:
+    options: dict[str, Any] = {"forward": Forward(max_batch=8, max_wait=1e-3)}
     rollout = numbered(4, lanes=2, where="threads", num_fragments=3, **options)  # no pass is ever full
     with anyio.fail_after(60):
         async with row(rollout=rollout, output="fragments").run() as run:
@@ -506,7 +504,7 @@ def test_arguments_that_make_no_sense_are_refused(error: Any, options: dict[str,
         (lambda: Forward(max_batch=0), "max_batch is 0, expected a whole number from 1 on"),
         (lambda: Forward(max_wait=-1.0), r"max_wait is -1\.0, expected seconds from 0 on"),
         (lambda: Forward(max_wait=0.1), r"max_wait=0\.1 is for a pass over several lanes, expected max_batch as well"),
-        (lambda: Forward(in_thread="no"), "in_thread is 'no', expected True or False"),
+        (lambda: Forward(flat="no"), "flat is 'no', expected True or False"),
         (lambda: Forward(flat=2), "flat is 2, expected True or False"),
         (lambda: Forward(compile="max"), "compile is 'max', expected True, False or a dict of torch"),
         (lambda: Forward(compile=True, flat=True), "flat and compile are two ways of doing a pass"),

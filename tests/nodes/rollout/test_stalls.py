@@ -35,7 +35,6 @@ ENVS = {
     "ahead": r"env \(lane 0\)",
     "threads": r"env \(lane 0, in its thread\)",
     "threads apart": r"env \((slot|lane) 0, in its thread\)",  # several agents step in lanes
-    "forward in a thread": r"env \(lane 0, in its thread\)",
     "processes": f"env {WORKER}",
     "processes apart": r"env \(slot 0, worker 0, pid \d+\)",
     "rollouts": f"rollouts {WORKER}",
@@ -75,9 +74,7 @@ FAULTS = {
     ),
     "step of agents": Fault(HeldAgents.step, STEP, places=[*HERE, "processes", "rollouts"]),
     "reset of agents": Fault(HeldAgents.reset, RESET),
-    "module": Fault(
-        HeldModule._forward, "is in a forward pass", "module", places=[*HERE, "forward in a thread", "rollouts"]
-    ),
+    "module": Fault(HeldModule._forward, "is in a forward pass", "module", places=[*HERE, "rollouts"]),
     "env_to_module": Fault(HeldPiece.__call__, "is in its call", "env_to_module", places=[*HERE, "rollouts"]),
     "module_to_env": Fault(HeldPiece.__call__, "is in its call", "module_to_env"),
     "learner": Fault(HeldPiece.__call__, "makes a batch", "learner_pipeline", places=["inline"]),
@@ -320,7 +317,7 @@ def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp
     assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]
 
 
-SLOW_PLACES = ["ahead", "threads", "forward in a thread", "processes", "rollouts"]
+SLOW_PLACES = ["ahead", "threads", "processes", "rollouts"]
 
 
 @pytest.mark.parametrize("place", ["inline", *(pytest.param(place, marks=pytest.mark.slow) for place in SLOW_PLACES)])

@@ -37,7 +37,6 @@ DRIVERS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
-    "forward in a thread": {"forward": Forward(in_thread=True)},
     "joint passes": {"forward": Forward(max_batch=4, max_wait=0.01), "lanes": 1},
 }
 

@@ -221,11 +221,10 @@ def test_limits_of_hosts_are_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [ONE, SEVERAL], ids=["one agent", "several agents"])
-@pytest.mark.parametrize("max_wait", [None, 0.0, 1e-3], ids=["in a thread", "joint", "joint after a wait"])
-def test_a_late_host_with_many_lanes_is_room_made_for(kind: Kind, max_wait: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_wait", [0.0, 1e-3], ids=["joint", "joint after a wait"])
+def test_a_late_host_with_many_lanes_is_room_made_for(kind: Kind, max_wait: float, tmp_path: Path) -> None:
     envs = listening()
-    joint = None if max_wait is None else Forward(max_batch=kind.max_batch, max_wait=max_wait)
-    options = {"forward": joint or Forward(in_thread=True)}
+    options = {"forward": Forward(max_batch=kind.max_batch, max_wait=max_wait)}
     with hosting(envs.addresses[0], kind.makers(tmp_path, 0)), kind.rollout_over(envs, **options) as rollout:
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Sequence
 from functools import partial
-from select import select
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from drawn_agents import WAYS, Drawn, drawn_settings, fragments_of, made
 from fragment_equality import assert_alike, in_time
 from hypothesis import given, settings, strategies as st
-from leftovers import LONGEST_S, join_loop_workers
+from leftovers import join_loop_workers
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -30,12 +29,6 @@ GATHERING: dict[str, dict[str, Any]] = {
     "ready": {"forward": Forward(max_batch=2 * LARGEST)},
     "ready, in threads": {"forward": Forward(max_batch=2 * LARGEST), "where": "threads"},
     "waiting": {"forward": Forward(max_batch=2 * LARGEST, max_wait=1e-3)},
-    "in a thread": {"forward": Forward(in_thread=True)},
-    "in a thread, ahead": {
-        "forward": Forward(in_thread=True, max_batch=2 * LARGEST),
-        "where": "threads",
-        "prefetch": 1,
-    },
 }
 
 
@@ -85,38 +78,29 @@ class Passes:
         self.done.append(list(lanes))
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_pass_begins_once_the_outputs_of_the_one_before_are_carried_on(in_thread: bool) -> None:
+def test_a_pass_begins_once_the_outputs_of_the_one_before_are_carried_on() -> None:
     passes = Passes()
-    forward = JointForward(passes, max_batch=1, in_thread=in_thread)
+    forward = JointForward(passes, max_batch=1)
     for lane in ("one", "two"):
         assert forward(lane) is None
     for number in (1, 2):
-        if in_thread:
-            assert list(forward.completed()) == []
-            forward.go_on()
-            assert select([forward], [], [], LONGEST_S)[0]
         assert list(forward.completed()) == [("one", "two")[number - 1]]
         assert len(passes.done) == number
     assert forward.in_flight == 0
-    forward.close()
 
 
-def test_a_pass_in_a_thread_counts_as_work_and_a_wait_for_lanes_does_not() -> None:
+def test_a_wait_for_lanes_is_no_work() -> None:
     meter = NodeMeter("module", counts_itself=True)
-    forward = JointForward(Passes(), max_batch=2, max_wait=1e-3, in_thread=True)
+    forward = JointForward(Passes(), max_batch=2, max_wait=60.0)
     forward.take_meter(meter)
     forward("one")
     with AtWork([meter]):  # as a run waits
-        before = meter.busy_ns
-        while meter.works_since is None:
-            forward.go_on()
-    assert select([forward], [], [], LONGEST_S)[0]
-    assert meter.busy_ns == before
+        assert list(forward.completed()) == []
+    assert meter.busy_ns == 0
+    forward.hasten()
     assert list(forward.completed()) == ["one"]
-    assert meter.busy_ns > before
+    assert meter.busy_ns > 0
     assert meter.works_since is None
-    forward.close()
 
 
 class Doubles(ConnectorV2):
@@ -139,8 +123,7 @@ def test_pieces_that_know_one_lane_at_a_time_get_the_rows_of_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ready", "in a thread"])
-def test_stateful_modules_keep_every_agents_own_state(how: str) -> None:
+def test_stateful_modules_keep_every_agents_own_state() -> None:
     def states(**options: Any) -> list[Any]:
         makers = [partial(NumberedAgents, slot, agents=3, nested=0, length=7) for slot in range(3)]
         config, kept = DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=4, fcnet_hiddens=(8,)), []
@@ -153,12 +136,12 @@ def test_stateful_modules_keep_every_agents_own_state(how: str) -> None:
                 kept.append((columns.gather("actions"), columns.gather("action_dist_inputs")))
         return kept
 
-    for (actions, logits), (same, alike) in zip(states(**GATHERING[how]), states(), strict=True):
+    for (actions, logits), (same, alike) in zip(states(**GATHERING["ready"]), states(), strict=True):
         assert actions.tolist() == same.tolist()
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(alike))
 
 
-@pytest.mark.parametrize("how", ["ready", "waiting", "in a thread"])
+@pytest.mark.parametrize("how", ["ready", "waiting"])
 def test_a_module_that_raises_is_named_with_its_lanes_and_its_batch(how: str) -> None:
     join_loop_workers()
     before = set(threading.enumerate())
@@ -168,9 +151,7 @@ def test_a_module_that_raises_is_named_with_its_lanes_and_its_batch(how: str) ->
     with pytest.raises(ZeroDivisionError, match="no more") as caught, rollout:
         list(rollout.fragments())
     notes = "\n".join(caught.value.__notes__)
-    lanes = "lane 1, vector step 0" if how == "in a thread" else "lanes 0, 1"
-    rows = 2 if how == "in a thread" else 4
-    assert f"module 'plain 1', {lanes}, batch: 'obs' [{rows}, 5]" in notes
+    assert "module 'plain 1', lanes 0, 1, batch: 'obs' [4, 5]" in notes
     assert "in node 'module'" in notes
     join_loop_workers()
     assert set(threading.enumerate()) <= before
