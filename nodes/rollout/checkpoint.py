@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any
 from weakref import WeakMethod
 
@@ -69,6 +69,8 @@ class RunCheckpoints:
         self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
         self._written: Future[None] | None = None
         self._last = 0.0
+        self._cost_s = 0.0  # of the last one: of the loop, and of processor time of the thread that wrote it
+        self._warned_of_cost = False
         self.thread = 0
         self._before: Any = None  # handler of SIGTERM, if it was replaced
         self._is_told = False  # to end, by SIGTERM
@@ -105,7 +107,18 @@ class RunCheckpoints:
             self._kept, self.saved = self.saved, {}
         if how is None:
             return
-        is_due = monotonic() - self._last >= how.every_s and (self._written is None or self._written.done())
+        has_written = self._written is None or self._written.done()
+        pause_s = max(how.every_s, self._cost_s / how.most_share)
+        if pause_s > 2 * how.every_s and has_written and not self._warned_of_cost:
+            self._warned_of_cost = True
+            logger.warning(
+                "a checkpoint takes %.2f s: there is one every %.0f s, so that they take %.1f %% of the time; expected "
+                "that, or another most_share of Checkpoints",
+                self._cost_s,
+                pause_s,
+                100 * how.most_share,
+            )
+        is_due = has_written and monotonic() - self._last >= pause_s
         if is_due or self._is_told:
             try:
                 self.save(how.folder, how.keep, waits=self._is_told)
@@ -126,7 +139,7 @@ class RunCheckpoints:
         Raises RunError if it does not run, CheckpointError for what can't be saved, and OSError.
         """
         self._raise_written()
-        capture = self._capture()
+        capture, began = self._capture(), monotonic()
         assert capture is not None
         state, steps = capture()
         of_attached = {name: copied(each.state_dict()) for name, each in self.attached.items()}
@@ -134,13 +147,18 @@ class RunCheckpoints:
         self._warn_of_restarts(state)
         path = _next(_made(folder), steps)
         try:
-            self._written = self._writer.submit(_write, path, state, keep)
+            self._written = self._writer.submit(self._write, path, state, keep, monotonic() - began)
         except RuntimeError:
             raise RunError("the rollout was closed, by another thread, while its state was read") from None
         if waits:
             self._raise_written()
         self._last = monotonic()
         return path
+
+    def _write(self, path: Path, state: State, keep: int, captured_s: float) -> None:
+        began = thread_time()
+        _write(path, state, keep)
+        self._cost_s = captured_s + thread_time() - began
 
     def save_last(self) -> None:
         """Save a run that is left by its program, if it is saved by itself and can be: a thread may have ended it."""

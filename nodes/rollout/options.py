@@ -149,6 +149,7 @@ class Checkpoints:
     every_s       seconds between two; the first round that is asked for after that begins with one
     keep          newest ones that are kept
     on_sigterm    save, and leave the loop by SystemExit, when the process is told to end
+    most_share    of the time that saving may take; if it takes more, it is done less often, as a warning says once
 
     A thread writes them. Environments that can't say their state are stepped again from their last reset, with the
     actions that are recorded for that. Raises ValueError for numbers that are none, or too small.
@@ -158,10 +159,12 @@ class Checkpoints:
     every_s: float = 60.0
     keep: int = 3
     on_sigterm: bool = True
+    most_share: float = 0.01
 
     def __post_init__(self) -> None:
         checked_number("every_s of Checkpoints", self.every_s, above=0, noun="seconds")
         checked_count("keep of Checkpoints", self.keep, 1)
+        checked_number("most_share of Checkpoints", self.most_share, above=0)
         check_flags(on_sigterm=self.on_sigterm)
 
 

@@ -160,7 +160,7 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
         rollout = Rollout.resume(folder, way.env if callable(way.env) else None, **connectors)
     else:
         options = {"num_envs": 4, "fragment_length": 16, "seed": 3, **way.options}
-        rollout = Rollout(way.env, checkpoints=Checkpoints(folder, every_s=every_s, keep=2), **options)
+        rollout = Rollout(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1e9), **options)
     optimizer = torch.optim.Adam(rollout.module.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     rollout.attach(optimizer=optimizer, schedule=schedule)
@@ -261,7 +261,7 @@ def stopped(
             is_enough = sum(lives.values()) - lives["end"] >= kills
             how = "end" if is_enough else draw.choice(["call", "term", "kill", "kill", "write", "write"])
             number = lives["write"] % OPERATIONS_OF_SAVES + 1  # each is the moment of a kill
-            ends, wrong = _life(way, place, rounds, told, how, number, draw, longest_s)
+            ends, is_killed, wrong = _life(way, place, rounds, told, how, number, draw, longest_s)
             lives["end" if ends else how] += 1
             differ += wrong
             if wrong:
@@ -276,14 +276,15 @@ def stopped(
                 differ.append(f"run {run}, round {line}: expected {expected.get(number)}")
         if missing := expected.keys() - seen:
             differ.append(f"run {run} lacks rounds {sorted(missing)[:5]}")
-        left += [each.name for each in place.iterdir() if not each.name.startswith("checkpoint-")]
+        there = [each.name for each in place.iterdir() if not each.name.startswith("checkpoint-")]
+        left += [] if is_killed else there  # else it was killed in the save behind its last round
     return Found(lives, lines, twice, differ, left + processes_left())
 
 
 def _life(
     way: Way, folder: Path, rounds: int, told: Path, how: str, number: int, draw: random.Random, longest_s: float
-) -> tuple[bool, list[str]]:
-    """One life: whether the run came to its end, and what went wrong."""
+) -> tuple[bool, bool, list[str]]:
+    """One life: whether the run came to its end, whether it was killed, and what went wrong."""
     saves_at = draw.randint(1, max(1, rounds // 4)) if how == "call" else 0
 
     def run() -> None:
@@ -301,12 +302,12 @@ def _life(
         process.wait(LONGEST_S)
     except psutil.TimeoutExpired:
         os.kill(pid, signal.SIGKILL)
-        return False, [f"a life that was to end by {how} did not end within {LONGEST_S:g} s"]
+        return False, True, [f"a life that was to end by {how} did not end within {LONGEST_S:g} s"]
     code = process.wait()
     allowed = {"kill": {-9}, "write": {-9}, "term": {-15, 143}}.get(how, set())
     is_done = "\nend " in (told.read_text() if told.exists() else "")
     wrong = [] if code in {0, *allowed} else [f"a life that was to end by {how} ended with {code}"]
-    return is_done, wrong
+    return is_done, code == -9, wrong
 
 
 def processes_left() -> list[str]:

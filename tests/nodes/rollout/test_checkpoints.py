@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -278,7 +279,7 @@ def test_a_run_goes_on_with_other_lanes_and_says_what_is_kept(tmp_path: Path, ca
 
 
 def test_rounds_save_by_themselves_and_keep_the_newest(tmp_path: Path) -> None:
-    with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=2))):
+    with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=2, most_share=1e9))):
         seen: set[str] = set()
         for _ in run.batches():
             seen |= {each.name for each in tmp_path.glob("checkpoint-*")}
@@ -289,6 +290,20 @@ def test_rounds_save_by_themselves_and_keep_the_newest(tmp_path: Path) -> None:
     assert min(seen) < there[0] < there[1] <= f"checkpoint-{run.num_steps:012d}"
     with (resumed := Rollout.resume(tmp_path)):
         next(resumed.batches())
+
+
+def test_checkpoints_that_cost_much_are_written_less_often(tmp_path: Path, caplog: Any) -> None:
+    with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=9, most_share=1e-9))):
+        for number, _ in enumerate(run.batches()):
+            if number == 9:
+                break
+            if run._checkpoints._written is not None:
+                run._checkpoints._written.result()
+    assert len(list(tmp_path.iterdir())) == 2  # the first, and that of the end
+    text = (
+        r"a checkpoint takes 0\.\d\d s: there is one every \d+ s, so that they take 0.0 % of the time; expected that,"
+    )
+    assert len(re.findall(text, caplog.text)) == 1
 
 
 PROGRAM = """
@@ -515,7 +530,7 @@ def test_lanes_stop_after_as_many_fragments_as_if_the_run_had_gone_on(lanes: int
 
 
 def test_a_save_that_comes_when_environments_have_ended_does_not_end_the_loop(tmp_path: Path, caplog: Any) -> None:
-    with (run := begun(prefetch=3, num_fragments=3, checkpoints=Checkpoints(tmp_path, every_s=1e-9))):
+    with (run := begun(prefetch=3, num_fragments=3, checkpoints=Checkpoints(tmp_path, every_s=1e-9, most_share=1e9))):
         batches = run.batches()
         next(batches)
         assert run._drive is not None
