@@ -47,7 +47,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1725, 31),  # weights of rounds marked; weights that wait; logits that are no floats refused
     "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
     "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2144, 21),  # the share of the time that checkpoints take; states of another layout or run
+    "nodes/rollout": (2149, 21),  # what an earlier run has lost; the share of the time that checkpoints take
     "nodes/stages": (1977, 22),  # another prefetch; states of what acts; lanes that had stopped; lanes in order
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (812, 20),

@@ -142,6 +142,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
+        self._lost_before: Counter[str] = Counter()  # likewise
         self._waiting: Sequence[Any] = ()  # fragments of an earlier run, which were not taken
         self._is_restored = False  # its lanes stand where those of an earlier run stood
         self._generators: Any = None  # of an earlier run: states of the shared generators
@@ -506,11 +507,11 @@ class RolloutLoop(abc.ABC, Generic[F]):
         In a graph a fragment is under way until every sink has it, but for sinks behind an edge that drops.
         """
         environments, rounds = self.environments, self._rounds
-        lost = Counter({"max_lag": self.lag.dropped_steps, "workers": environments.lost_steps})
+        lost = Counter({"max_lag": self.lag.dropped_steps, "workers": environments.lost_steps}) + self._lost_before
         made = int(environments.num_steps) + environments.unrecorded_steps
         if self._ended_by is not None:
             lost["incomplete"] = rounds.incomplete_steps
-            lost[self._ended_by] = made - rounds.handed_steps - self.lag.dropped_steps - lost["incomplete"]
+            lost[self._ended_by] += made - rounds.handed_steps - self.lag.dropped_steps - lost["incomplete"]
         elif self._is_in_graph:
             lost += self._ledger.lost_of(made)
         return {cause: steps for cause, steps in lost.items() if steps}
@@ -654,6 +655,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             "open_episodes": copied(self._rounds.collector.get_state()),
             "log_rounds": self.log.rounds,
             "steps_before": self._steps_before,
+            "lost_before": dict(self._lost_before + Counter(workers=environments.lost_steps)),
         }
         return state, state["num_steps"]
 
@@ -674,7 +676,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             pipeline.set_state(state["pipelines"][name])
         self.metrics.set_state(state["metrics"])
         self._checkpoints.saved = dict(state["attached"])
-        steps = state["steps_before"]
+        steps, self._lost_before = state["steps_before"], Counter(state["lost_before"])
         now, before = layout_of(environments), state["layout"]
         if not now["deterministic"]:
             before = {**before, "deterministic": False}  # lanes that kept order go on without it
@@ -689,6 +691,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._rounds.collector.set_state(state["open_episodes"])
             self._waiting = [made(each) for each in state["waiting"]]
         else:
+            handed, dropped = state["rounds"]["handed_steps"], state["rounds"]["dropped"][1]
+            left_out = state["num_steps"] - steps - handed - dropped
+            self._lost_before += Counter(max_lag=dropped, closed=left_out)
             steps = state["num_steps"]
             environments.begin_at(state["vector_steps"])
             self.returns.set_state({**state["returns"], "open": []})

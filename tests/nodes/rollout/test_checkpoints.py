@@ -278,6 +278,22 @@ def test_a_run_goes_on_with_other_lanes_and_says_what_is_kept(tmp_path: Path, ca
     assert digest(resumed.module.state_dict()) == digest(run.module.state_dict())
 
 
+def test_what_another_layout_leaves_out_is_counted_as_lost(tmp_path: Path) -> None:
+    handed = 0
+    with (run := begun(prefetch=2, lanes=2, module=RandomModule)):
+        for fragment in run.fragments():
+            handed += fragment.num_steps
+            if run.num_steps > handed + 8:
+                run.environments.lost_steps = 5
+                run.save(tmp_path)
+                break
+    with (run := Rollout.resume(tmp_path, lanes=1, module=RandomModule, num_fragments=2)):
+        assert run.lost["closed"] == run.num_steps - handed > 0
+        assert run.lost["workers"] == 5
+        handed += sum(fragment.num_steps for fragment in run.fragments())
+    assert run.num_steps == handed + run.lost["closed"]
+
+
 def test_rounds_save_by_themselves_and_keep_the_newest(tmp_path: Path) -> None:
     with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=2, most_share=1e9))):
         seen: set[str] = set()
