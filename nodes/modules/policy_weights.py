@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ class PolicyWeights:
         module     the weights are for
         version    policy version of the weights that the module begins to act with
 
+    loads    told of the version and the weights that a module loads; None: nobody is
+
     May be used from any thread.
     """
 
@@ -41,10 +43,15 @@ class PolicyWeights:
         self._unused: tuple[int, dict[str, Any]] | None = None
         self._waiting: deque[tuple[int, dict[str, Any]]] | None = None  # until `let_in`; None: the newest is taken
         self._marked = 0  # version that is not replaced while it waits
+        self._keeps_each = False
+        self.loads: Callable[[int, Weights], None] | None = None
 
-    def keep_all(self) -> None:
-        """Have marked weights wait for `let_in`, instead of being taken as they come. Before any is published."""
-        self._waiting = deque()
+    def keep_all(self, *, each: bool = False) -> None:
+        """Have marked weights wait for `let_in`, instead of being taken as they come. Before any is published.
+
+        each    have all weights wait, marked or not
+        """
+        self._waiting, self._keeps_each = deque(), each
 
     def mark_newest(self) -> int:
         """Keep the weights published last until they are let in; others go when newer ones come. Their version."""
@@ -52,11 +59,12 @@ class PolicyWeights:
             self._marked = self._version
             return self._version
 
-    def let_in(self, version: int) -> None:
-        """Have the next pass take the newest weights up to this version, and forget those before."""
+    def let_in(self, version: int) -> tuple[int, dict[str, Any]] | None:
+        """Have the next pass take the newest weights up to this version, which it gives, and forget those before."""
         with self._lock:
             while self._waiting and self._waiting[0][0] <= version:
                 self._unused = self._waiting.popleft()
+            return self._unused
 
     def get_state(self, module: Any) -> dict[str, Any]:
         """The weights of an acting module that wait, and its own, with their versions: none is copied."""
@@ -96,7 +104,7 @@ class PolicyWeights:
         if self._waiting is None:
             self._unused = self._version, weights
         else:
-            if self._waiting and self._waiting[-1][0] > self._marked:
+            if self._waiting and not self._keeps_each and self._waiting[-1][0] > self._marked:
                 self._waiting.pop()
             self._waiting.append((self._version, weights))
 
@@ -146,6 +154,8 @@ class PolicyWeights:
                 self._unused = self._unused or fresh
             raise
         self._loaded = fresh[0]
+        if self.loads is not None:
+            self.loads(*fresh)
 
     def newest(self, module: Any) -> tuple[int, dict[str, Any]]:
         """Newest version and a copy of its weights: those published last, or else what the acting module has."""

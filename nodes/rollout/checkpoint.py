@@ -222,7 +222,8 @@ def kept_of(keywords: Mapping[str, Any]) -> State:
     kept: State = dict(keywords)
     for name, value in list(kept.items()):
         if name in _RECORDS and value is not None:
-            record = {each.name: getattr(value, each.name) for each in fields(value)}
+            of_one_run = "record", "replay", "until"  # of a `Watch`
+            record = {each.name: getattr(value, each.name) for each in fields(value) if each.name not in of_one_run}
             value = kept[name] = {
                 field: os.fspath(each) if isinstance(each, os.PathLike) else each for field, each in record.items()
             }

@@ -20,7 +20,7 @@ from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
 from rollflow.nodes.rollout.options import MultiAgentKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.module_set import AgentLearner, AgentsActing, agents_acting_for
-from rollflow.stream.data.errors import ModuleError, warn_caller
+from rollflow.stream.data.errors import ModuleError, RunError, warn_caller
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -254,6 +254,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     def _check_may_change(self, module_id: Any) -> None:
         """Raise ModuleError if a module can't come or go: others have to know of it."""
+        if self._options.schedule is not None:
+            raise RunError("modules stay as they are in a run that is recorded or replayed; expected them before it")
         if self.learner.would_train(module_id):
             self._acting.check_may_change(module_id)
         if isinstance(self.environments, OffloadedRollouts) and self.environments.is_started:

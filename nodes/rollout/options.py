@@ -24,9 +24,11 @@ from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.rollout.schedule import Recording, Replay
 from rollflow.nodes.stages.acting import compile_options
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.rounds import OnExcess, check_staleness
+from rollflow.stream.data.errors import shown
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.observe.watch import OnStall, StallRules
 
@@ -36,6 +38,7 @@ Pieces = ConnectorV2 | Sequence[ConnectorV2]
 JOINT_PASSES = "max_batch and max_wait of Forward are for a pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 Place = Where | OnHosts
+Until = str | float | Callable[[Any], bool] | None
 
 
 @checking_constructor(device="device=… of the rollout")
@@ -120,8 +123,13 @@ class Watch:
     log_every      seconds between two rows of the log, at least
     log_x          x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
     metrics        what pieces log into; None: a `MetricsLogger`
+    record         file for what the seed does not determine, such as the order of lanes: for `replay`
+    replay         such a file: the program that wrote it gives the same batches once more, in the loop's thread alone
+    until          where a replay stops, by a RunError that shows the episode, and has it as `episode`: "nan", at the
+                   first number that is none; a number, at the first reward above it; an episode's id, at its end; or
+                   a function of an episode, which is asked after each step with what the fragment has of it
 
-    Raises ValueError for a number of seconds that is not above 0, and another word.
+    Raises ValueError for a number of seconds that is not above 0, another word, and both of `record` and `replay`.
     """
 
     stall_after: float | None = 5.0
@@ -130,10 +138,17 @@ class Watch:
     log_every: float = 1.0
     log_x: Axis = "steps"
     metrics: Any = None
+    record: str | os.PathLike[str] | None = None
+    replay: str | os.PathLike[str] | None = None
+    until: Until = None
 
     def __post_init__(self) -> None:
         self.stall_rules()
         LogOptions(every=self.log_every, axis=self.log_x)
+        if self.record is not None and self.replay is not None:
+            raise ValueError("record and replay of Watch are both given, expected one of them")
+        if self.until is not None and self.replay is None:
+            raise ValueError(f"until={shown(self.until)} is where a replay stops, expected replay as well")
 
     def stall_rules(self) -> StallRules:
         """The rules of the stall doctor."""
@@ -240,6 +255,7 @@ class RolloutOptions:
     seed          of every environment, and of sampling
     slot_seeds    one seed for each slot's environment; None: they follow from `seed`
     log_to        where its figures, and a trace, are written
+    schedule      by `watch.record` or `watch.replay`
 
     Raises ValueError for numbers that are none, or too small, and for what makes no sense.
     """
@@ -276,6 +292,7 @@ class RolloutOptions:
     deterministic: bool = False
     debug: bool = False
     log_to: LogOptions = field(default_factory=LogOptions)
+    schedule: Recording | Replay | None = None
 
     def __post_init__(self) -> None:
         checked_count("fragment_length", self.fragment_length, 1)
@@ -298,6 +315,11 @@ class RolloutOptions:
         """Keywords of what acts, with one agent in each environment or several."""
         connectors = "env_to_module_connector", "module_to_env_connector"
         return {name: getattr(self, name) for name in ("module", "model_config", "device", "seed", *connectors)}
+
+    @property
+    def is_in_loop(self) -> bool:
+        """True if all is to run in the loop's thread."""
+        return self.debug or isinstance(self.schedule, Replay)
 
     @property
     def pass_options(self) -> dict[str, Any]:
@@ -357,11 +379,25 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
     options = RolloutOptions(**dict(given, seed=seed, slot_seeds=slot_seeds))
     watch = options.watch
     log_to = LogOptions(options.log, watch.log_every, watch.log_x, options.num_fragments, watch.trace)
-    options = replace(options, log_to=log_to)
+    options = _with_schedule(replace(options, log_to=log_to), is_seeded=given.get("seed") is not None)
     if not options.debug:
         return options
     one_by_one = Forward(flat=False, threads=options.forward.threads)
     return replace(options, where="inline", workers=None, prefetch=0, forward=one_by_one)
+
+
+def _with_schedule(options: RolloutOptions, *, is_seeded: bool) -> RolloutOptions:
+    """The options with what `watch` records, or replays: with the same seed and lanes, in the loop's thread."""
+    watch = options.watch
+    if watch.record is not None:
+        return replace(options, schedule=Recording(watch.record))
+    if watch.replay is None:
+        return options
+    schedule = Replay(watch.replay, watch.until)
+    seed = options.seed if is_seeded else schedule.first["seed"]
+    lanes = schedule.first["lanes"] if options.lanes is None and options.where != "inline" else options.lanes
+    here: dict[str, Any] = {"where": "inline", "workers": None, "prefetch": 0, "checkpoints": None}
+    return replace(options, schedule=schedule, seed=seed, lanes=lanes, **here)
 
 
 def with_keywords(keywords: type) -> Callable[[Init], Init]:

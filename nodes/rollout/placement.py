@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from gymnasium.envs.registration import EnvSpec
@@ -26,6 +27,7 @@ from rollflow.nodes.offloaded.hosted_rollouts import HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import race, trial_of, workers_in
+from rollflow.nodes.rollout.schedule import Replay, ReplayedEnvironments
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, ModuleError, shown
 
@@ -116,7 +118,10 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: EnvKind) -> Any:
         # One lane of processes at the least steps while another is in the forward pass.
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
-    return (DeviceEnvironments if are_tensors else NODES[where])(env, kind=kind, lanes=lanes, **options)
+    node: Any = DeviceEnvironments if are_tensors else NODES[where]
+    if isinstance(asked.schedule, Replay):
+        node = partial(ReplayedEnvironments, replay=asked.schedule)
+    return node(env, kind=kind, lanes=lanes, **options)
 
 
 def _are_apart(env: Any, asked: RolloutOptions, kind: EnvKind) -> bool:

@@ -43,6 +43,7 @@ from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.evaluations import Evaluations
 from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
+from rollflow.nodes.rollout.schedule import Recording, Replay, ReplayedCredits, sum_of_weights
 from rollflow.nodes.stages.acting import Acting, lookback_for
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
@@ -58,12 +59,14 @@ from rollflow.stream.data.closing import closing_on_error, holding_interrupts, n
 from rollflow.stream.data.errors import CheckpointError, GraphError, RunError, shown, warn_caller
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
+from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import LEARNER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 from rollflow.stream.observe.graph_picture import run_html
 from rollflow.stream.observe.stacks import outside_of_rollflow
 from rollflow.stream.observe.trace import FragmentTrace
@@ -73,6 +76,9 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
 _IN_ORDER: tuple[type, ...] = (Environments, ThreadEnvironments, ProcessEnvironments, RolloutProcesses)
+# Options that a replay must have like the run that it replays.
+_DECIDING = "seed", "slot_seeds", "num_fragments", "autoreset_mode", "explore", "max_lag", "on_excess"
+_EVEN = Lane, MultiAgentLane  # whose slots step together
 
 
 class RolloutLoop(abc.ABC, Generic[F]):
@@ -94,6 +100,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self.environments, self.placement, options = place(env, options, rollout=rollout, kind=kind)
         with closing_on_error(self.environments.close):
             self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options.watch)
+            schedule = options.schedule
             acts: Any = self._make_acting(options)
             self.environments.set_chosen_spaces(acts.chosen_spaces())
             self._acting, self.module = acts, acts.module
@@ -123,20 +130,30 @@ class RolloutLoop(abc.ABC, Generic[F]):
                     self.environments, options.pass_options, self.metrics, **of_lanes
                 )
                 largest = max(env.num_envs for env in self.environments.envs) * acts.most_agents
-                forward = joint_forward(forward, largest, options.forward)
-                self._draw = partial(ring_of, self.environments, self._counting, forward, act)
+                joint, prepare = partial(joint_forward, largest=largest, how=options.forward), self._counting
+                if schedule is None:
+                    forward = joint(forward)
+                else:
+                    prepare, forward = schedule.stages(prepare, forward, joint)
+                    schedule.take(acts.by_id)
+                self._draw = partial(ring_of, self.environments, prepare, forward, act)
                 begin_lane = partial(acts.begin_lane, seed=options.seed)
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
             if options.checkpoints is not None:
                 self._check_place("checkpoints are", _IN_ORDER[:-1])
-            if by_lane:
+            if isinstance(schedule, Recording):
+                self._check_place("Watch(record=…) is", _IN_ORDER[:3])
+            if isinstance(schedule, Replay):
+                self._credits: FragmentCredits = ReplayedCredits(*of_credits, replay=schedule, by_lane=by_lane)
+            elif by_lane:
                 self._check_deterministic()
                 self.environments.keeps_order = True
-                self._credits: FragmentCredits = OrderedCredits(*of_credits, acting=acts)
+                self._credits = OrderedCredits(*of_credits, acting=acts)
             else:
                 self._credits = FragmentCredits(*of_credits)
             self._rounds: FragmentRounds[F] = FragmentRounds(self._credits, lag, self.returns, by_lane=by_lane)
+            self._rounds.schedule = schedule
             self.log = RolloutLog(self, self._rounds.note, options.log_to)
         self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop
@@ -254,6 +271,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             )
         if self._options.checkpoints is not None:
             raise GraphError("checkpoints are saved by a loop over the rollout, and no graph has one; expected none")
+        if self._options.schedule is not None:
+            raise GraphError("record and replay of Watch are for a loop over the rollout, expected neither in a graph")
         self._check_fits()
         self._is_in_graph, self.environments.may_wait = True, False
         self.environments.report_lanes_to(self._credits)
@@ -277,6 +296,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self.environments.report_lanes_to(self._credits)
         self._state, self._is_async = "running", is_async
         with self._ending_on_error():
+            self._begin_schedule()
             self.log.begin()
             self._drive = Driver(self._ring([self._credits]), self._credits, has_thread=has_thread)
             self.environments.has_own_thread = has_thread
@@ -289,6 +309,25 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._drive.start()
             if self._generators is not None:
                 set_generators(self._generators)
+
+    def _begin_schedule(self) -> None:
+        """Begin to record, or to replay. Raises ValueError for what can't be, and CheckpointError."""
+        schedule, environments, acting = self._options.schedule, self.environments, self._acting
+        if schedule is None:
+            return
+        if wrong := next((type(lane).__name__ for lane in environments.lanes if type(lane) not in _EVEN), None):
+            raise ValueError(
+                f"a run with a {wrong} can't be recorded; expected environments that step in lock step, here"
+            )
+        settings = {name: str(getattr(self._options, name)) for name in _DECIDING}
+        settings |= {name: str(each) for name, each in layout_of(environments).items()}
+        settings["deterministic"] = str(self._options.deterministic)
+        settings |= {"max_batch": str(self._options.forward.max_batch), "steps before": str(self.num_steps)}
+        settings |= {f"pieces of {name}": str(pipeline.names) for name, pipeline in acting.named_pipelines}
+        for module_id, (module, _) in acting.by_id.items():
+            if hasattr(module, "state_dict"):
+                settings[f"first weights of {module_id}"] = f"{sum_of_weights(module.state_dict()):08x}"
+        schedule.begin(settings, {"seed": self.seed, "lanes": environments.num_lanes})
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         with holding_interrupts(error):
@@ -342,11 +381,11 @@ class RolloutLoop(abc.ABC, Generic[F]):
         return run_html(repr(self), self.snapshot())
 
     async def __aenter__(self) -> Self:
-        self._enter(has_thread=not self._options.debug, is_async=True)
+        self._enter(has_thread=not self._options.is_in_loop, is_async=True)
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._options.debug:
+        if self._options.is_in_loop:
             self.__exit__(kind, error, traceback)
             return
         with anyio.CancelScope(shield=True):  # other tasks go on meanwhile
@@ -415,6 +454,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """
         if self._state != "running":
             raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
+        if isinstance(self._options.schedule, Replay):
+            raise RunError("a replay can't be drained: which steps were the last ones is not recorded")
         assert self._drive is not None
         self._drive.drain()
 
@@ -762,6 +803,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         for evaluations, _ in self._beside:
             evaluations.close()
         self.log.end()
+        if self._options.schedule is not None:
+            self._options.schedule.flush(is_last=True)
         self._checkpoints.end()
 
     def interrupt(self, error: BaseException) -> None:
@@ -823,6 +866,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         for evaluations, begin in self._beside:
             if evaluations.is_due(self.num_steps):
                 begin(evaluations)
+        if self._options.schedule is not None:
+            self._options.schedule.flush()
         try:
             yield drive
         except Exception as error:

@@ -146,6 +146,7 @@ class FragmentRounds(Generic[F]):
         hooks           functions that are called with what comes
         handed_steps    transitions handed out
         error           that ended the ring; None: none did
+        schedule        is shown every fragment that is taken; None: nothing is recorded
 
     A reader that leaves its loop in the middle of a round finds the rest of it in its next loop. A round is given back
     to the ring, which may then go on, when the next one is asked for.
@@ -159,6 +160,7 @@ class FragmentRounds(Generic[F]):
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.error: Exception | None = None
+        self.schedule: Any = None
         self.lag, self._returns, self._credits = lag, returns, credits
         self._given: dict[int, int] = {}  # lane -> fragments that have come
         self._come: list[F] = []  # that are in no round yet
@@ -199,6 +201,8 @@ class FragmentRounds(Generic[F]):
         if fragment is None or isinstance(fragment, NoFragment):
             return
         self.note(fragment)
+        if self.schedule is not None:
+            self.schedule.see(fragment)
         self._given[fragment.lane] = fragment.sequence + 1
         if fragment.is_empty or not self.lag.admits(fragment):
             release([fragment.lane])

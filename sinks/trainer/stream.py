@@ -125,6 +125,8 @@ class TrainerStream:
         self.metrics = metrics_of(checked_record("watch", watch, Watch))
         if watch.on_stall != "log":
             raise ValueError(f"on_stall is {watch.on_stall!r}, expected 'log': a trainer's stream has no stall doctor")
+        if watch.record is not None or watch.replay is not None:
+            raise ValueError("record and replay of Watch are for a loop over a rollout; expected neither here")
         self._gives_batches = batches is not None
         self._item_maker = ItemMaker(batches, module, self.metrics)
         self._rounds = Rounds(max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None)

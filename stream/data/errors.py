@@ -26,6 +26,7 @@ HELP_PAGES = {
     "memory": "how_to/modules.md#a-recurrent-policy",
     "not a number": "how_to/debug.md#read-an-error",
     "saved run": "how_to/save_and_go_on.md#when-a-checkpoint-is-refused",
+    "recorded run": "how_to/save_and_go_on.md#record-and-replay",
     "state of environments": "how_to/save_and_go_on.md#what-environments-can-say",
     "weights": "how_to/save_and_go_on.md#when-weights-do-not-fit",
     "piece": "tutorials/connectors.md#write-a-piece-for-observations",
@@ -146,7 +147,12 @@ class LagError(RollflowError, RuntimeError):
 
 
 class RunError(RollflowError, RuntimeError):
-    """Raised when a run is used outside its life: before it began, after it ended, or twice."""
+    """Raised when a run is used outside its life: before it began, after it ended, or twice.
+
+    episode    that a replay has stopped at; None: it was not that
+    """
+
+    episode: Any = None
 
 
 class StallError(RunError):

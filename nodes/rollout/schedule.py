@@ -1,0 +1,455 @@
+"""Recorded runs: what a seed does not determine, and a rollout in one thread that does the same again.
+
+A file is a first line, `MAGIC`, and blocks of [bytes, checksum, zlib of a packed dict]; a checksum counts those before.
+The first block has the settings of the run. Each of the others has, since the one before:
+
+    events       u32[...]  lanes as they come to env_to_module, forward passes, weights that they load
+    fragments    of each that the loop took, as `entry_of` gives it
+    is_last      there if the run was ended by its program
+
+An event is `number << 2 | kind`; kinds are COMES and PASSES, both of a lane, JOINTLY, a pass over the next so many
+lanes, and LOADS, of a module, with two more numbers: the version, and the checksum of the weights.
+"""
+
+import copy
+import math
+import struct
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.stages.ring import JointForward
+from rollflow.nodes.stages.rounds import FragmentCredits
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import CheckpointError, RunError
+from rollflow.stream.data.packing import pack, unpack
+from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.lane import Lane
+
+MAGIC = b"rollflow schedule 1\n"
+COMES, PASSES, JOINTLY, LOADS = range(4)
+_BLOCK = struct.Struct("<II")  # bytes of the payload, and the checksum
+_NUMBERS = {0: np.uint64, 4: np.uint32}  # by the bytes of a row, modulo 8
+_MOST = 8192  # numbers of a row of a column that count, of those that have more
+_SHOWN = 5  # steps of an episode
+_MIXED = np.uint64(0x9E3779B97F4A7C15)
+
+
+# Checksums
+
+
+def entry_of(fragment: Any) -> list[Any]:
+    """What a schedule has of a fragment: lane, number, names of columns, their checksums, and those of its steps."""
+    parts = getattr(fragment, "parts", (fragment.host,))
+    names, sums, steps = list[str](), list[int](), np.zeros(max(part.num_rows for part in parts), np.uint64)
+    for number, part in enumerate(parts):
+        whose = f" of agents {list(part.part.agents)}" if parts[1:] else ""
+        for name, column in part.columns.items():
+            for leaf in leaves_of(column.rows(part.first_row, part.last_row)):
+                if not part.is_even:  # what is behind a slot's last step has no meaning
+                    leaf = leaf.copy()
+                    leaf[np.arange(part.first_row, part.last_row)[:, None] >= part.stops] = 0
+                of_rows = _sums_of_rows(leaf)
+                names.append(f"'{name}'{whose}")
+                sums.append(zlib.crc32(of_rows.tobytes()))
+                steps[: len(leaf)] ^= of_rows + np.uint64(number)
+    of_steps = (steps * _MIXED >> np.uint64(56)).astype(np.uint8)
+    return [fragment.lane, fragment.sequence, names, sums, of_steps.tobytes()]
+
+
+def difference(before: list[Any], now: list[Any], fragment: Any) -> str:
+    """The lane, the step and the columns in which the entry of a fragment differs from another."""
+    if before[:2] != now[:2]:
+        return f"fragment {before[1]} of lane {before[0]} comes next, and {fragment!r} has come"
+    if before[2] != now[2]:
+        return f"lane {now[0]} has the columns {', '.join(now[2])}, and had {', '.join(before[2])}"
+    names = ", ".join(name for name, one, other in zip(now[2], before[3], now[3], strict=True) if one != other)
+    row = next((row for row, (one, other) in enumerate(zip(before[4], now[4], strict=False)) if one != other), None)
+    row = min(len(before[4]), len(now[4])) if row is None else row
+    step = f"step {row} of agents in its fragment {now[1]}"
+    if isinstance(fragment, Fragment):
+        step = f"vector step {now[1] * fragment.layout.num_rows + row}"
+    return f"lane {now[0]}, {step}: {names or 'the number of steps'} differ"
+
+
+def _sums_of_rows(rows: NDArray[Any]) -> NDArray[np.uint64]:
+    """u64[T]: a checksum of each row of any[T, ...]."""
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    flat = flat.view(_NUMBERS.get(flat.shape[1] * flat.itemsize % 8, np.uint8))
+    every = flat.shape[1] // _MOST + 1
+    sums: NDArray[np.uint64] = np.bitwise_xor.reduce(flat[:, ::every], axis=1).astype(np.uint64)
+    return sums
+
+
+def sum_of_weights(weights: Mapping[str, Any]) -> int:
+    """A checksum of a `state_dict()`; of large tensors some numbers count."""
+    total = 0
+    for value in weights.values():
+        if torch.is_tensor(value):
+            numbers = value.detach().reshape(-1)
+            some = numbers[:: len(numbers) // _MOST + 1].contiguous().cpu()
+            total = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), total)
+    return total
+
+
+# Recording
+
+
+class Recording:
+    """Writes the schedule of a run to a file: events in the thread of the ring, the rest in that of the loop.
+
+    path    of the file
+    """
+
+    def __init__(self, path: Any) -> None:
+        self.path = Path(path)
+        self.events = array("I")
+        self._fragments: list[Any] = []
+        self._file: BinaryIO | None = None
+        self._sum = 0
+
+    def begin(self, settings: Mapping[str, str], first: Mapping[str, Any]) -> None:
+        """Begin the file, with what a replay begins with. Raises CheckpointError if it can't be written."""
+        try:
+            self._file = self.path.open("wb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"the run can't be recorded in {self.path}: {error}; expected a file") from None
+        self._file.write(MAGIC)
+        self._write({"settings": settings, **first})
+
+    def stages(self, prepare: Any, forward: Any, joint: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The stages before the forward pass, and of it, which note the lanes that come by.
+
+        joint    makes the stage of passes over several lanes
+        """
+        return NotedStage(prepare, self.events, COMES), joint(NotedStage(forward, self.events, PASSES))
+
+    def take(self, modules: Mapping[Any, tuple[Any, Any]]) -> None:
+        """Note the versions that modules load: of the copies that act, by id, and what is published for them."""
+        for number, (_, weights) in enumerate(modules.values()):
+            weights.loads = partial(self._note_load, number)
+
+    def _note_load(self, number: int, version: int, weights: Mapping[str, Any]) -> None:
+        self.events.extend((number << 2 | LOADS, version, sum_of_weights(weights)))
+
+    def see(self, fragment: Any) -> None:
+        """Note a fragment that the loop has taken."""
+        self._fragments.append(entry_of(fragment))
+
+    def flush(self, *, is_last: bool = False) -> None:
+        """Write what has come since the last block. In the thread of the loop, or once that is over."""
+        if self._file is None:
+            return
+        events, fragments = self.events[:], self._fragments
+        del self.events[: len(events)]  # the ring may add to them meanwhile
+        self._fragments = []
+        if events or fragments or is_last:
+            last = {"is_last": True} if is_last else {}
+            self._write({"events": events.tobytes(), "fragments": fragments, **last})
+        if is_last:
+            self._file.close()
+            self._file = None
+
+    def _write(self, block: Mapping[str, Any]) -> None:
+        payload = zlib.compress(pack(block), 1)
+        self._sum = zlib.crc32(payload, self._sum)
+        assert self._file is not None
+        self._file.write(_BLOCK.pack(len(payload), self._sum) + payload)
+
+
+class NotedStage:
+    """A stage that notes the lanes that come by, before it works on them; else it is the stage."""
+
+    def __init__(self, stage: Any, events: "array[int]", kind: int) -> None:
+        self.__wrapped__ = stage  # whose signature is this one's
+        self._call, self._note, self._events, self._kind = stage.__call__, events.append, events, kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+    def __call__(self, lane: Any) -> Any:
+        self._note(lane.index << 2 | self._kind)
+        return self._call(lane)
+
+    def forward_lanes(self, lanes: Sequence[Any]) -> None:
+        """Note a pass over several lanes, and do it."""
+        self._events.extend((len(lanes) << 2 | JOINTLY, *(lane.index << 2 | PASSES for lane in lanes)))
+        self.__wrapped__.forward_lanes(lanes)
+
+
+# Replaying
+
+
+def found(until: Any, episode: Any) -> str:
+    """What a replay is to stop for in an episode; "": nothing."""
+    if callable(until):
+        return "until says True" if until(episode) else ""
+    if until == "nan":
+        columns = {Columns.OBS: episode.get_observations(), Columns.ACTIONS: episode.get_actions()}
+        columns |= {name: episode.get_extra_model_outputs(name) for name in episode.extra_model_outputs}
+        numbers = [
+            (name, leaf) for name, tree in columns.items() for leaf in leaves_of(tree) if leaf.dtype.kind in "fc"
+        ]
+        numbers.append((Columns.REWARDS, episode.get_rewards()))
+        return next((f"'{name}' is NaN" for name, leaf in numbers if np.isnan(leaf).any()), "")
+    if isinstance(until, str):
+        return "the episode has ended" if episode.is_done and episode.id_ == until else ""
+    reward = episode.get_rewards().max()
+    return f"a reward is {reward:g}" if reward > until else ""
+
+
+def stopped_at(episode: Any, text: str) -> RunError:
+    """The error of a replay that stops at an episode, which it shows: its last steps."""
+    error = RunError(f"lane {episode.lane}, slot {episode.slot}, step {episode.t - 1} of its episode: {text}")
+    error.episode = episode
+    error.add_note(f"episode {episode.id_}, {episode.t} steps so far")
+    for step in range(max(0, len(episode) - _SHOWN), len(episode)):
+        values = episode.get_observations(step), episode.get_actions(step), episode.get_rewards(step)
+        told = [" ".join(np.array2string(np.asarray(each), threshold=8, precision=4).split()) for each in values]
+        error.add_note(f"step {episode.t_started + step}: obs {told[0]}, action {told[1]}, reward {told[2]}")
+    return error
+
+
+class Replay:
+    """The schedule of a recorded run, by which a ring in one thread goes once more.
+
+    path     of the file
+    until    where to stop: see `Watch`
+
+    first    what `Recording.begin` was given
+    group    lanes of the next pass that have not been let in, in their order
+
+    Raises CheckpointError for anything but a whole file, of this version; one that was cut short is taken up to its
+    last whole block.
+    """
+
+    def __init__(self, path: Any, until: Any = None) -> None:
+        self.path = Path(path)
+        self._until = until
+        self.group: deque[int] = deque()
+        self.parked: set[int] = set()
+        self._under_way = 0  # lanes that were let in, and have no actions yet
+        self._at = self._seen = 0  # the next event, and fragment
+        self._weights: list[tuple[Any, Any]] = []
+        self._events, self._fragments, self.is_whole = array("I"), list[Any](), False
+        self.first: dict[str, Any] = {}
+        for block in _blocks(self.path):
+            self.first = self.first or block
+            self._events.frombytes(block.get("events", b""))
+            self._fragments += block.get("fragments", ())
+            self.is_whole = "is_last" in block
+        if not self.first:
+            raise CheckpointError(f"{self.path} has no whole block: its run was killed before it began")
+
+    def begin(self, settings: Mapping[str, str], first: Mapping[str, Any]) -> None:
+        """Begin like the run. Raises CheckpointError for other settings than it had, naming those that differ."""
+        before = self.first["settings"]
+        differ = [name for name in before | settings if before.get(name) != settings.get(name)]
+        if differ:
+            told = "; ".join(f"{name} was {before.get(name)}, and is {settings.get(name)}" for name in differ)
+            raise CheckpointError(f"{self.path} is of a run with other settings: {told}; expected the same program")
+
+    def stages(self, prepare: Any, forward: Any, joint: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The stages before the forward pass, and of it, over the lanes that the schedule has in each."""
+        is_joint = isinstance(joint(forward), JointForward)
+        return prepare, ReplayedForward(forward, self) if is_joint else forward
+
+    def take(self, modules: Mapping[Any, tuple[Any, Any]]) -> None:
+        """Have versions of what is published be let in as they were loaded: of the copies that act, by id."""
+        self._weights = [(module, weights) for module, (_, weights) in modules.items()]
+        for _, weights in self._weights:
+            weights.keep_all(each=True)
+
+    # For the ring
+
+    def lets_pass(self, lane: Any) -> bool:
+        """True if a lane's forward pass is next. One that begins a fragment is held back until it is asked for again.
+
+        The reader gets the fragment before, and may publish weights.
+        """
+        index, is_new = lane.index, lane.index not in self.parked
+        self.parked.add(index)
+        if is_new and lane.at_start:
+            return False
+        if is_new and self._until is not None and isinstance(lane, Lane):
+            so_far = copy.copy(lane.fragment)
+            so_far.num_rows, so_far.observation_space = lane.row - lane.layout.lookback, lane.observation_space
+            self._look(so_far)
+        if not self._under_way:
+            self._form_group()
+        if not self.group or self.group[0] != index:
+            return False
+        self.parked.remove(self.group.popleft())
+        self._under_way += 1
+        return True
+
+    def acts(self) -> None:
+        """Take note that a lane has its actions."""
+        self._under_way -= 1
+
+    def coming(self) -> int | None:
+        """The lane that comes next; None: a pass is next. Raises RunError where the recording ends."""
+        if not self._under_way:
+            self._form_group()
+        if self.group or self._under_way:
+            return None
+        if self._at == len(self._events):
+            raise self._ended()
+        self._at += 1
+        return self._events[self._at - 1] >> 2
+
+    def _form_group(self) -> None:
+        if self.group or self._at == len(self._events):
+            return
+        event = self._events[self._at]
+        kind, count = event & 3, 1
+        if kind == JOINTLY:
+            count, self._at = event >> 2, self._at + 1
+        if kind in (PASSES, JOINTLY):
+            self.group.extend(each >> 2 for each in self._events[self._at : self._at + count])
+            self._at += count
+        while self._at < len(self._events) and self._events[self._at] & 3 == LOADS:
+            number, version, total = self._events[self._at : self._at + 3]
+            self._at += 3
+            self._let_in(number >> 2, version, total)
+
+    def _let_in(self, number: int, version: int, total: int) -> None:
+        module, weights = self._weights[number]
+        fresh = weights.let_in(version)
+        if fresh is None or fresh[0] != version:
+            raise self._departed(f"version {version} of the weights was acted with, and {weights.version} is published")
+        if sum_of_weights(fresh[1]) != total:
+            whose = f" of module {module!r}" if self._weights[1:] else ""
+            raise self._departed(
+                f"the weights{whose} that were published as version {version} differ, though all fragments before are "
+                "the same; expected a program that draws from seeded generators, and computes the same in every run"
+            )
+
+    def see(self, fragment: Any) -> None:
+        """Compare a fragment that the loop has taken. Raises RunError, which names the first departure."""
+        if self._seen == len(self._fragments):
+            raise self._ended()
+        before, now = self._fragments[self._seen], entry_of(fragment)
+        self._seen += 1
+        if before != now:
+            raise self._departed(difference(before, now, fragment))
+        for part in getattr(fragment, "parts", (fragment,)) if self._until is not None else ():
+            self._look(part)
+
+    def _look(self, fragment: Fragment) -> None:
+        """Raise RunError, which shows the episode, if this is where to stop."""
+        for episode in fragment.episodes():
+            if text := found(self._until, episode):
+                raise stopped_at(episode, text)
+
+    def flush(self, *, is_last: bool = False) -> None:
+        """Do nothing: a replay writes nothing."""
+
+    def _departed(self, text: str) -> RunError:
+        return RunError(f"the run departs from the one that {self.path} has: {text}").see("recorded run")
+
+    def _ended(self) -> RunError:
+        why = "its program left it" if self.is_whole else "it was killed, or its file was cut short"
+        fragments = len(self._fragments)
+        return RunError(f"{self.path} ends here, behind {fragments} fragments: {why}").see("recorded run")
+
+
+def _blocks(path: Path) -> Iterator[dict[str, Any]]:
+    """The blocks of a file, up to the last whole one. Raises CheckpointError for anything else."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"there is no recorded run at {path}: {error}") from None
+    if not data.startswith(MAGIC):
+        raise CheckpointError(f"{path} is no recorded run: it begins with {data[:20]!r}, expected {MAGIC!r}")
+    at, total = len(MAGIC), 0
+    while at + _BLOCK.size <= len(data):
+        size, expected = _BLOCK.unpack_from(data, at)
+        payload = data[at + _BLOCK.size : at + _BLOCK.size + size]
+        if len(payload) < size:
+            return
+        total = zlib.crc32(payload, total)
+        if total != expected:
+            raise CheckpointError(f"{path} was altered: the checksum of a block from byte {at} on is another")
+        yield unpack(zlib.decompress(payload))
+        at += _BLOCK.size + size
+
+
+class ReplayedEnvironments(LaneSource):
+    """A node that steps each lane's environments in the loop's thread, when the schedule says that it comes back."""
+
+    patience = 0.0
+
+    def __init__(self, env: Any, *, replay: Replay, **options: Any) -> None:
+        self._replay = replay
+        self._waiting: dict[int, Any] = {}
+        self._fresh: set[int] = set()  # those to be reset
+        super().__init__(env, **options)
+
+    @property
+    def in_flight(self) -> int:
+        """Lanes that are to be stepped, and those that stand at the gate."""
+        return len(self._waiting) + len(self._replay.parked)
+
+    def fileno(self) -> int:
+        """None: nothing is waited for."""
+        return -1
+
+    def start(self) -> Iterator[Any]:
+        """Have every lane reset when it comes."""
+        self._waiting = {lane.index: lane for lane in self.begin_lanes()}
+        self._fresh = set(self._waiting)
+        return iter(())
+
+    def hand_over(self, lane: Any) -> None:
+        """Have a lane be stepped when it comes."""
+        self._replay.acts()
+        self._waiting[lane.index] = lane
+
+    def completed(self) -> Iterator[Any]:
+        """The lane that comes next; none: a forward pass is next."""
+        index = self._replay.coming()
+        if index is None:
+            return
+        lane = self._waiting.pop(index)
+        if index in self._fresh:
+            self._fresh.remove(index)
+            self.reset_lane(lane)
+        else:
+            super().hand_over(lane)
+        yield lane
+
+
+class ReplayedCredits(FragmentCredits):
+    """Credits that let lanes pass in the order of a schedule."""
+
+    def __init__(self, *of_credits: Any, replay: Replay, by_lane: bool) -> None:
+        super().__init__(*of_credits, by_lane=by_lane)
+        self._replay = replay
+
+    def admits(self, lane: Any) -> bool:
+        return self._replay.lets_pass(lane)
+
+    def shut(self) -> Any:
+        raise RunError("a replay can't be saved; expected save() in the run that it replays")
+
+
+class ReplayedForward(JointForward[Any]):
+    """Forward passes over the lanes that a schedule has in each."""
+
+    def __init__(self, forward: Any, replay: Replay) -> None:
+        super().__init__(forward, max_batch=1)
+        self._replay = replay
+
+    def _due(self) -> list[Any]:
+        return [] if self._replay.group else list(self._ready)
