@@ -47,7 +47,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1730, 31),  # versions told when loaded; weights of rounds marked; weights that wait
     "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
     "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2536, 27),  # runs recorded, and replayed; what an earlier run has lost
+    "nodes/rollout": (2576, 28),  # runs recorded, and replayed; what an earlier run has lost
     "nodes/stages": (1980, 22),  # fragments shown to a schedule; another prefetch; states of what acts
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (812, 20),
@@ -55,10 +55,10 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks": (30, 0),
     "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
-    "sinks/replay": (2038, 27),  # clients of a host bounded; a task that waits for a replay is woken
+    "sinks/replay": (2054, 27),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2615, 25),  # record and replay refused; numbers of rollouts checked, that the trainer counts with
     "stream": (64, 0),
-    "stream/data": (1606, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
+    "stream/data": (1611, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
     "stream/fragments": (1570, 20),  # columns by time and slot; a lane that goes on from another
     "stream/graph": (2549, 34),  # stages that are wrapped; a look for Ctrl-C; a ring that stands still

@@ -1,7 +1,9 @@
 """Checkpoints of a whole run: what a rollout needs to go on as if it had never stopped. No pickle.
 
-    checkpoint-STEPS/checkpoint.json           manifest: kinds of environments, and the digest of the other file
+    checkpoint-STEPS/checkpoint.json           manifest: kinds of environments, and digests of the other files
     checkpoint-STEPS/checkpoint.safetensors    the state, with the keywords
+    checkpoint-STEPS/NAME/manifest.json        of what is attached and keeps files of its own, such as a replay
+    checkpoint-STEPS/NAME/…                    its files: those that have not changed are links to the last ones
 
 A checkpoint is there once its folder has its name, which it gets when both files are written.
 """
@@ -17,14 +19,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from time import monotonic, thread_time
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakMethod
 
 import numpy as np
 import torch
 
+from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.part_records import packed, to_plain, unpacked
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.options import Checkpoints, Forward, Timeouts, Watch
@@ -33,20 +37,35 @@ from rollflow.stream.data.errors import (
     PolicyError,
     RunError,
     StallError,
+    shown,
     warn_caller,
 )
 from rollflow.stream.data.infos import copied
-from rollflow.stream.data.stored_files import StoredKind, checksums, write_synced
+from rollflow.stream.data.stored_files import StoredKind, checksums, link, write_synced
 
 logger = logging.getLogger(__name__)
 
 RUN = StoredKind("rollflow checkpoint", 2, "checkpoint.json", "a checkpoint of a run", CheckpointError, oldest=2)
-_STATE = "checkpoint.safetensors"
+_STATE, _MANIFEST = "checkpoint.safetensors", "manifest.json"
 _NAME = "checkpoint-"
 _IS_ONE = re.compile(rf"{_NAME}\d{{12,}}(\.\d{{3}})?").fullmatch  # several of as many steps have numbers
 _RECORDS = {"forward": Forward, "timeouts": Timeouts, "watch": Watch, "checkpoints": Checkpoints}
 
 State = dict[str, Any]
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """What is saved in files of its own, such as a `Replay`."""
+
+    def captured(self, before: Path) -> Callable[[Path], None]:
+        """What writes the state as it is now to a new folder, `manifest.json` last.
+
+        before    folder of the state that was written last, if there is one: files of it may be linked
+        """
+
+    def load(self, path: Path) -> None:
+        """Take the state in a folder."""
 
 
 class RunCheckpoints:
@@ -55,8 +74,9 @@ class RunCheckpoints:
     capture    gives the state of the rollout and the number of its transitions, in the thread of its loop; held weakly
     how        their folder, how often and how many; None: only what is asked for
 
-    attached        objects with `state_dict` and `load_state_dict`, by name, that are saved with it
-    saved           their states in the run that this one goes on with, of those that were not attached yet
+    attached        name -> object that is saved with it
+    saved           their states in the run that this one goes on with, of those that were not attached yet; a folder:
+                    it has files of its own there
     resumed_from    the checkpoint that this run goes on from
     thread          of the loop
     """
@@ -67,7 +87,8 @@ class RunCheckpoints:
         self.resumed_from: Path | None = None
         self._capture, self._how = WeakMethod(capture), how  # its rollout holds these
         self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
-        self._written: Future[None] | None = None
+        self._written: Future[Path] | None = None
+        self._newest: Path | None = None  # that was written, or is gone on from
         self._last = 0.0
         self._cost_s = 0.0  # of the last one: of the loop, and of processor time of the thread that wrote it
         self._warned_of_cost = False
@@ -77,6 +98,24 @@ class RunCheckpoints:
         self._has_ended = False
         self._warned: set[str] = set()
         self._kept: dict[str, Any] = {}  # what was saved of objects that nobody has attached
+
+    def attach(self, objects: Mapping[str, Any]) -> None:
+        """Save objects with the run, by their names; they load what was saved under these in the run before."""
+        for name, each in objects.items():
+            keeps_files = isinstance(each, KeepsFiles)
+            load = each.load if keeps_files else _ways_of(name, each)[1]
+            if name in self.saved:
+                if keeps_files != isinstance(self.saved[name], Path):
+                    raise CheckpointError(f"attach({name}=…) is given {shown(each)}, expected what the checkpoint has")
+                load(self.saved[name])
+                del self.saved[name]
+            self.attached[name] = each
+
+    def go_on_from(self, path: Path, saved: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, with the states of what was attached to it."""
+        self.resumed_from = self._newest = path
+        self.saved = dict(saved)
+        self.attach(self.attached)
 
     def begin(self) -> None:
         """Begin with the run: the first one is due after the time that there is to be between two.
@@ -142,12 +181,23 @@ class RunCheckpoints:
         capture, began = self._capture(), monotonic()
         assert capture is not None
         state, steps = capture()
-        of_attached = {name: copied(each.state_dict()) for name, each in self.attached.items()}
-        state["attached"] = self._kept | self.saved | of_attached
+        path, before, kept = _next(_made(folder), steps), self._newest or Path(folder), {**self._kept, **self.saved}
+        files: dict[str, Callable[[Path], Any]] = {
+            name: partial(shutil.copytree, before / folder_of(name), copy_function=link)
+            for name, each in kept.items()
+            if isinstance(each, Path)
+        }
+        for name, each in self.attached.items():
+            if isinstance(each, KeepsFiles):
+                files[name] = each.captured(before / folder_of(name))
+            else:
+                kept[name] = copied(_ways_of(name, each)[0]())
+        state["attached"] = {name: each for name, each in kept.items() if name not in files}
+        state["files"] = sorted(files)
         self._warn_of_restarts(state)
-        path = _next(_made(folder), steps)
         try:
-            self._written = self._writer.submit(self._write, path, state, keep, monotonic() - began)
+            write = partial(_write, path, state, files, keep)
+            self._written = self._writer.submit(self._timed, write, monotonic() - began)
         except RuntimeError:
             raise RunError("the rollout was closed, by another thread, while its state was read") from None
         if waits:
@@ -155,10 +205,11 @@ class RunCheckpoints:
         self._last = monotonic()
         return path
 
-    def _write(self, path: Path, state: State, keep: int, captured_s: float) -> None:
+    def _timed(self, write: Callable[[], Path], captured_s: float) -> Path:
         began = thread_time()
-        _write(path, state, keep)
+        path = write()
         self._cost_s = captured_s + thread_time() - began
+        return path
 
     def save_last(self) -> None:
         """Save a run that is left by its program, if it is saved by itself and can be: a thread may have ended it."""
@@ -185,7 +236,7 @@ class RunCheckpoints:
     def _raise_written(self) -> None:
         written, self._written = self._written, None
         if written is not None:
-            written.result()
+            self._newest = written.result()
 
     def _end_soon(self, *of_signal: Any) -> None:
         self._is_told = True
@@ -251,8 +302,22 @@ def set_generators(state: Mapping[str, Any]) -> None:
 # Files
 
 
-def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
-    """Write a state to a folder, whole or not at all, and remove all but the newest so many beside it."""
+def _ways_of(name: str, each: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How an object that is attached says its state, and how it takes one. Raises ValueError if it can't."""
+    for get, put in ("state_dict", "load_state_dict"), ("get_state", "set_state"):
+        if hasattr(each, get) and hasattr(each, put):
+            return getattr(each, get), getattr(each, put)
+    raise ValueError(
+        f"attach({name}=…) is given {shown(each)}, expected an object with state_dict and load_state_dict, or a Replay "
+        "of this process: ReplayHost(checkpoint=FOLDER) saves its own"
+    )
+
+
+def _write(path: Path, state: Mapping[str, Any], files_of: Mapping[str, Callable[[Path], Any]], keep: int) -> Path:
+    """Write a state to a folder, whole or not at all, and remove all but the newest so many beside it; the folder.
+
+    files_of    name of what keeps files of its own -> what writes them to a folder
+    """
     try:
         files = {_STATE: packed(state)}
     except PolicyError as error:
@@ -262,8 +327,11 @@ def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
     made = _hidden(path)
     made.mkdir(parents=True)
-    for name, data in files.items():
-        write_synced(made / name, data)
+    write_synced(made / _STATE, files[_STATE])
+    for name, write in files_of.items():
+        folder = made / folder_of(name)
+        write(folder)
+        files[f"{folder.name}/{_MANIFEST}"] = (folder / _MANIFEST).read_bytes()
     manifest = RUN.manifest_bytes({"environments": kinds, "files": checksums(files)})
     write_synced(made / RUN.manifest, manifest)
     for later in _there(path.parent):  # of a run before, which the next `resume` would go on from
@@ -276,6 +344,7 @@ def _write(path: Path, state: Mapping[str, Any], keep: int) -> None:
     for old in _there(path.parent)[:-keep]:
         os.rename(old, _hidden(old))  # never a part of one by its name
         shutil.rmtree(_hidden(old), ignore_errors=True)
+    return path
 
 
 def _hidden(path: Path) -> Path:
@@ -338,7 +407,9 @@ def _state_at(chosen: Path) -> State:
     """The state in the folder of a checkpoint. Raises CheckpointError, with the folder."""
     try:
         manifest = RUN.read_manifest(chosen)
-        state: State = unpacked(RUN, RUN.read_file(chosen, _STATE, manifest["files"]), _STATE)
+        files = {name: RUN.read_file(chosen, name, manifest["files"]) for name in manifest["files"]}
+        state: State = unpacked(RUN, files[_STATE], _STATE)
+        state["attached"] |= {name: chosen / folder_of(name) for name in state["files"]}
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{chosen} can't be gone on from: {error}") from None
     return state

@@ -618,24 +618,18 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 raise CheckpointError(
                     f"{path} can't be gone on from: {reason}; expected the modules and pieces of the run that was saved"
                 ) from error
-        rollout._checkpoints.resumed_from = path
+        rollout._checkpoints.go_on_from(path, state["attached"])
         logger.info("the run goes on from %s", path)
         return rollout
 
     def attach(self, **objects: Any) -> None:
-        """Save what these have learnt with the run: optimizers, schedules, whatever has state_dict and load_state_dict.
+        """Save what these have learnt with the run: what has state_dict and load_state_dict, and replays.
 
-        In a run that goes on with another one they load what was saved there under their names. Raises ValueError for
-        an object that lacks one of the two.
+        Optimizers, schedules, a `DatasetSource`; also what has get_state and set_state, as a `torch.Generator` has. Of
+        a `Replay` each checkpoint has all rows, and writes those that are new. In a run that goes on with another one
+        they load what was saved there under their names. Raises ValueError for an object that can't be saved.
         """
-        for name, each in objects.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                raise ValueError(
-                    f"attach({name}=…) is given {shown(each)}, expected an object with state_dict and load_state_dict"
-                )
-            if name in self._checkpoints.saved:
-                each.load_state_dict(self._checkpoints.saved.pop(name))
-            self._checkpoints.attached[name] = each
+        self._checkpoints.attach(objects)
 
     def save(self, folder: str | os.PathLike[str], *, keep: int = 1) -> Path:
         """Save the run as it stands, in the thread of its loop, for `resume`; the checkpoint's own folder in `folder`.
@@ -716,7 +710,6 @@ class RolloutLoop(abc.ABC, Generic[F]):
         for name, pipeline in self._saved_pipelines():
             pipeline.set_state(state["pipelines"][name])
         self.metrics.set_state(state["metrics"])
-        self._checkpoints.saved = dict(state["attached"])
         steps, self._lost_before = state["steps_before"], Counter(state["lost_before"])
         now, before = layout_of(environments), state["layout"]
         if not now["deterministic"]:

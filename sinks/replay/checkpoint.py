@@ -10,14 +10,16 @@ that the last checkpoint went up to. They go into new files, and files that the 
 another manifest has taken its place: after a kill at any moment, the last whole checkpoint stands.
 """
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rollflow.nodes.policies.part_records import packed, unpacked
 from rollflow.stream.data.errors import ReplayError
-from rollflow.stream.data.stored_files import LockedFolder, StoredKind, checksums, write_file
+from rollflow.stream.data.stored_files import LockedFolder, StoredKind, checksums, link, write_file
 
 REPLAY = StoredKind("rollflow replay", 3, "manifest.json", "a replay's checkpoint", ReplayError, oldest=3)
 _OURS = *(f"{kind}-{'[0-9a-f]' * 16}*" for kind in ("index", "rows")), ".*.new"
@@ -26,11 +28,15 @@ _OURS = *(f"{kind}-{'[0-9a-f]' * 16}*" for kind in ("index", "rows")), ".*.new"
 class CheckpointFolder(LockedFolder):
     """Folder with the newest checkpoint of a replay, which one replay at a time writes.
 
-    path    of the folder, which is made
+    path      of the folder, which is made
+    newest    the manifest that was written or read last; None: none was
     """
 
     kind, writer = REPLAY, "another replay, or a replay host,"
-    _newest: dict[str, Any] | None = None  # the manifest that was written or read last
+
+    def __init__(self, path: str | os.PathLike[str], newest: dict[str, Any] | None = None) -> None:
+        super().__init__(path)
+        self.newest = newest
 
     @property
     def is_there(self) -> bool:
@@ -46,20 +52,26 @@ class CheckpointFolder(LockedFolder):
             known = REPLAY.read_manifest(self.path)
         except ReplayError:
             return []
-        return [int(table["end"]) for table in known["tables"]] if known == self._newest else []
+        return [int(table["end"]) for table in known["tables"]] if known == self.newest else []
 
-    def write(self, state: Mapping[str, Any]) -> None:
+    def write(self, state: Mapping[str, Any], into: Path | None = None) -> None:
         """Write a state of plain values and arrays, as `Replay.get_state(since())` gave it, in a block of `held`.
+
+        into    new folder, with links to the files that have not changed; None: this one
 
         Raises OSError; what was there stays then.
         """
-        self.check_held()
+        path = self.path if into is None else into
+        if into is None:
+            self.check_held()
+        else:
+            into.mkdir()
         token, files = secrets.token_hex(8), dict[str, Any]()
 
         def written(name: str, part: Any) -> str:
             data = packed(part)
             files.update(checksums({name: data}))
-            write_file(self.path / name, data)
+            write_file(path / name, data)
             return name
 
         tables: list[dict[str, Any]] = []
@@ -71,21 +83,24 @@ class CheckpointFolder(LockedFolder):
                     if changed is not None:
                         blocks.append(written(f"rows-{token}-{each:03d}-{number:06d}.safetensors", changed))
                         continue
-                    assert self._newest is not None
-                    blocks.append(self._newest["tables"][each]["blocks"][number])
+                    assert self.newest is not None
+                    blocks.append(self.newest["tables"][each]["blocks"][number])
+                    if into is not None:
+                        link(self.path / blocks[-1], into / blocks[-1])
                 tables.append({"end": table["rows"]["counts"]["end"], "blocks": blocks})
             index = written(f"index-{token}.safetensors", {**state, "tables": [*map(_without_blocks, state["tables"])]})
             named = {index, *(name for table in tables for name in table["blocks"])}
-            known = {} if self._newest is None else self._newest["files"]
+            known = {} if self.newest is None else self.newest["files"]
             listed = {name: each for name, each in {**known, **files}.items() if name in named}
             manifest = REPLAY.manifest_bytes({"index": index, "tables": tables, "files": listed})
-            write_file(self.path / REPLAY.manifest, manifest)
+            write_file(path / REPLAY.manifest, manifest)
         except BaseException:
             for name in files:
-                (self.path / name).unlink(missing_ok=True)
+                (path / name).unlink(missing_ok=True)
             raise
-        self._newest = REPLAY.manifest_of(manifest)
-        self._remove_all_but(named)
+        self.newest = REPLAY.manifest_of(manifest)
+        if into is None:
+            self._remove_all_but(named)
 
     def read(self) -> dict[str, Any]:
         """The state that was written last. Raises ReplayError, with its name, for a file that is missing or altered."""
@@ -96,7 +111,7 @@ class CheckpointFolder(LockedFolder):
             if REPLAY.read_manifest(self.path) == manifest:
                 raise
             return self.read()  # another one was written meanwhile, and the files of this one are gone
-        self._newest = manifest
+        self.newest = manifest
         return state
 
     def _state_of(self, manifest: Mapping[str, Any]) -> dict[str, Any]:

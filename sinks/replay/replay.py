@@ -632,6 +632,16 @@ class Replay:
             with self._folder.held():  # from the look at what is there on
                 self._folder.write(self.get_state(self._folder.since()))
 
+    def captured(self, before: Path) -> Callable[[Path], None]:
+        """What writes the state as it is now to a new folder: how `Rollout.attach` saves a replay with each checkpoint.
+
+        before    folder of the state that was written last, if there is one: files that have not changed become links
+        """
+        with self._saving:
+            newest = None if self._folder is None else self._folder.newest
+            folder = self._folder = CheckpointFolder(before, newest)
+            return partial(folder.write, self.get_state(folder.since()))
+
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take the state of a folder that `save` has written. Raises ReplayError if it is missing or altered."""
         with self._saving:

@@ -199,6 +199,14 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give a file another name, which stays when the first one goes; on a disk that can't, it is copied."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def remove(path: Path) -> None:
     """Remove a file, or a folder with all that is in it; nothing need be there."""
     if path.is_dir():

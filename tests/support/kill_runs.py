@@ -8,6 +8,7 @@ SIGTERM, by SIGKILL after any time, or by SIGKILL between two operations on file
 """
 
 import argparse
+import copy
 import importlib
 import os
 import random
@@ -17,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -28,9 +29,21 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import torch
+from replayed import write_dataset
 
-from rollflow import Checkpoints, EpsilonGreedy, FrameStacking, MeanStdFilter, Rollout, minibatches
+from rollflow import (
+    Checkpoints,
+    DatasetSource,
+    EpsilonGreedy,
+    FrameStacking,
+    MeanStdFilter,
+    Replay,
+    Rollout,
+    minibatches,
+)
 from rollflow.nodes import Linear, PrevActionsPrevRewards
+from rollflow.sinks import Prioritized, SampledNStepReturns, SamplesPerInsert
+from rollflow.sinks.replay import row_index
 from rollflow.stream.data.tree import leaves_of
 
 LONGEST_S = 120.0  # of the end of a life that is told to end
@@ -88,42 +101,7 @@ def greedy(env: Any) -> Any:
     return EpsilonGreedy(schedule=Linear(0.9, 0.1, 2000))
 
 
-class Way(NamedTuple):
-    """A kind of run."""
-
-    env: Any
-    options: Mapping[str, Any] = {}
-    completes: bool = False
-
-
-ENVS: dict[str, Way] = {
-    "cartpole": Way("CartPole-v1", {"env_to_module_connector": filtered}),
-    "plain": Way(partial(short, "CartPole-v1", 60), {"env_to_module_connector": filtered, "lookback": 3}),
-    "pendulum": Way("Pendulum-v1", {"lookback": 2, "env_to_module_connector": filtered}),
-    "lstm": Way("CartPole-v1", {"model_config": {"use_lstm": True}, "env_to_module_connector": filtered}),
-    "pieces": Way("CartPole-v1", {"env_to_module_connector": remembering, "module_to_env_connector": greedy}),
-    "stacked": Way("CartPole-v1", {"env_to_module_connector": stacked, "learner_connector": stacks}),
-    "whole": Way("CartPole-v1", {"env_to_module_connector": filtered}, completes=True),
-    "cheetah": Way(partial(short, "HalfCheetah-v5", 40), {"env_to_module_connector": filtered}),
-    "hopper": Way("Hopper-v5", {"env_to_module_connector": filtered}),
-    "atari": Way(partial(atari, repeat_action_probability=0.0), {"num_envs": 2}),
-    "sticky": Way(partial(atari, repeat_action_probability=0.25), {"num_envs": 2}),
-    "minatar": Way(minatar),
-    "lander": Way("LunarLander-v3", {"env_to_module_connector": filtered}),
-    "control": Way(controlled, {"env_to_module_connector": filtered}),
-}
-PLACES: dict[str, Mapping[str, Any]] = {
-    "inline": {},
-    "lanes": {"lanes": 2},
-    "ahead": {"lanes": 2, "prefetch": 2, "deterministic": True},
-    "threads": {"lanes": 2, "where": "threads", "deterministic": True},
-    "threads ahead": {"lanes": 2, "where": "threads", "prefetch": 1, "deterministic": True},
-    "processes": {"lanes": 2, "where": "processes", "workers": 2, "deterministic": True},
-    "processes ahead": {"lanes": 2, "where": "processes", "workers": 2, "prefetch": 2, "deterministic": True},
-}
-
-
-# One life
+# What is learnt
 
 
 def digest(values: Mapping[str, Any]) -> str:
@@ -148,6 +126,107 @@ def update(rollout: Rollout, optimizer: Any, batch: Any) -> None:
         optimizer.step()
 
 
+def learnt_from_batches(rollout: Rollout, optimizer: Any, folder: Path, completes: bool) -> Iterator[Mapping[str, Any]]:
+    for batch in rollout.batches(complete_episodes=completes):
+        update(rollout, optimizer, batch)
+        yield batch
+
+
+def learn(rollout: Rollout, optimizer: Any, batch: Mapping[str, Any], target: torch.Tensor) -> torch.Tensor:
+    """Have the outputs of the actions come near a target f32[B]; the errors f32[B]."""
+    values = rollout.module.forward_train({"obs": batch["obs"]})["action_dist_inputs"]
+    errors = target - values.gather(1, batch["actions"][:, None]).squeeze(1)
+    optimizer.zero_grad()
+    (batch.get("weights", 1.0) * errors.square()).mean().backward()
+    optimizer.step()
+    return errors.detach()
+
+
+def learnt_from_replay(rollout: Rollout, optimizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
+    """The digests of all batches sampled in a round, of a prioritized replay whose blocks and capacity are small."""
+    row_index._BLOCK_BYTES = 4096
+    replay = Replay(
+        600,
+        sampler=Prioritized(),
+        rate=SamplesPerInsert(2.0, min_size=100),
+        batch_size=32,
+        pieces=[SampledNStepReturns(n_step=3, gamma=0.99)],
+        seed=0,
+    )
+    slow, generator = copy.deepcopy(rollout.module), torch.Generator().manual_seed(5)
+    rollout.attach(replay=replay, slow=slow, generator=generator)
+    optimizer.step()  # of nothing: a schedule warns if it steps before one
+    sampled, last = "", len(rollout.environments.lanes) - 1
+    for fragment in rollout.fragments():
+        replay.insert(fragment)
+        for batch in replay.batches():
+            with torch.no_grad():
+                best = slow.forward_train({"obs": batch["new_obs"]})["action_dist_inputs"].amax(1)
+            noise = torch.rand(len(best), generator=generator)
+            target = batch["rewards"] + 0.99 ** batch["n_step"] * ~batch["terminateds"] * best + noise
+            replay.update_priorities(batch["ids"], learn(rollout, optimizer, batch, target.float()))
+            sampled += digest(batch)
+        slow.load_state_dict(rollout.module.state_dict())
+        if fragment.lane == last:
+            yield {"rewards": fragment.gather("rewards"), "sampled": np.frombuffer(sampled.encode(), np.uint8)}
+            sampled = ""
+
+
+def learnt_from_dataset(rollout: Rollout, optimizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
+    """Each round a batch of a dataset, which was written beside the run, and which is read in a shuffled order."""
+    path = folder.parent / "episodes"
+    if not path.exists():
+        with Rollout("CartPole-v1", num_envs=4, fragment_length=50, num_fragments=6, seed=1) as expert:
+            write_dataset(expert.fragments(), made := path.with_name("being-made"))
+        made.rename(path)
+    source = DatasetSource(path, batch_size=48, shuffle_seed=3, window_steps=300, passes=None)
+    rollout.attach(source=source)
+    for _, batch in zip(rollout.batches(), source, strict=False):
+        learn(rollout, optimizer, batch, torch.ones(len(batch["actions"])))
+        yield batch
+
+
+class Way(NamedTuple):
+    """A kind of run."""
+
+    env: Any
+    options: Mapping[str, Any] = {}
+    completes: bool = False
+    learnt: Callable[..., Iterator[Mapping[str, Any]]] | None = None  # rounds that have been learnt from; None: batches
+
+
+ENVS: dict[str, Way] = {
+    "cartpole": Way("CartPole-v1", {"env_to_module_connector": filtered}),
+    "plain": Way(partial(short, "CartPole-v1", 60), {"env_to_module_connector": filtered, "lookback": 3}),
+    "pendulum": Way("Pendulum-v1", {"lookback": 2, "env_to_module_connector": filtered}),
+    "lstm": Way("CartPole-v1", {"model_config": {"use_lstm": True}, "env_to_module_connector": filtered}),
+    "pieces": Way("CartPole-v1", {"env_to_module_connector": remembering, "module_to_env_connector": greedy}),
+    "stacked": Way("CartPole-v1", {"env_to_module_connector": stacked, "learner_connector": stacks}),
+    "whole": Way("CartPole-v1", {"env_to_module_connector": filtered}, completes=True),
+    "cheetah": Way(partial(short, "HalfCheetah-v5", 40), {"env_to_module_connector": filtered}),
+    "hopper": Way("Hopper-v5", {"env_to_module_connector": filtered}),
+    "atari": Way(partial(atari, repeat_action_probability=0.0), {"num_envs": 2}),
+    "sticky": Way(partial(atari, repeat_action_probability=0.25), {"num_envs": 2}),
+    "minatar": Way(minatar),
+    "lander": Way("LunarLander-v3", {"env_to_module_connector": filtered}),
+    "replay": Way("CartPole-v1", {"module_to_env_connector": greedy}, learnt=learnt_from_replay),
+    "cloning": Way("CartPole-v1", {"num_envs": 1}, learnt=learnt_from_dataset),
+    "control": Way(controlled, {"env_to_module_connector": filtered}),
+}
+PLACES: dict[str, Mapping[str, Any]] = {
+    "inline": {},
+    "lanes": {"lanes": 2},
+    "ahead": {"lanes": 2, "prefetch": 2, "deterministic": True},
+    "threads": {"lanes": 2, "where": "threads", "deterministic": True},
+    "threads ahead": {"lanes": 2, "where": "threads", "prefetch": 1, "deterministic": True},
+    "processes": {"lanes": 2, "where": "processes", "workers": 2, "deterministic": True},
+    "processes ahead": {"lanes": 2, "where": "processes", "workers": 2, "prefetch": 2, "deterministic": True},
+}
+
+
+# One life
+
+
 def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, saves_at: int = 0) -> None:
     """Begin a run, or go on with it, and note its rounds; its last ones once it is over.
 
@@ -165,8 +244,8 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     rollout.attach(optimizer=optimizer, schedule=schedule)
     with rollout, told.open("a", buffering=1) as lines:
-        for count, batch in enumerate(rollout.batches(complete_episodes=way.completes), 1):
-            update(rollout, optimizer, batch)
+        learnt = way.learnt or partial(learnt_from_batches, completes=way.completes)
+        for count, batch in enumerate(learnt(rollout, optimizer, folder), 1):
             schedule.step()
             number, weights = rollout.log.rounds, rollout.module.state_dict()
             rollout.publish(weights)

@@ -582,7 +582,7 @@ def test_a_programs_own_handler_of_sigterm_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_runs_that_are_killed_at_any_moment_are_those_that_never_stopped() -> None:
-    ways = "cartpole/inline", "pendulum/threads ahead", "cartpole/processes"
+    ways = "cartpole/inline", "pendulum/threads ahead", "cartpole/processes", "replay/threads", "cloning/inline"
     command = [sys.executable, "-m", "kill_runs", *ways, "--kills", "8", "--rounds", "12"]
     done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,17 +12,19 @@ from unittest.mock import Mock
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from newest_sampler import Newest
 from property_examples import examples
 from replayed import Played, insert_all, rows_of
 from wire_values import same
 
-from rollflow import Replay
-from rollflow.sinks import Episodes, Prioritized, Storage
+from rollflow import Replay, Rollout
+from rollflow.sinks import Episodes, Prioritized, ReplayClient, Storage
 from rollflow.sinks.replay import row_index
 from rollflow.sinks.replay.checkpoint import REPLAY, CheckpointFolder
 from rollflow.stream import ReplayError
+from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.stored_files import StoredKind
 
 BLOCK = 2048  # bytes: some rows of numbered environments
@@ -244,3 +246,64 @@ def test_a_folder_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path, pla
     (tmp_path / "file").write_text("")
     with pytest.raises(ReplayError, match="file is a file, expected a replay's checkpoint, which is a folder"):
         replay.save(tmp_path / "file")
+
+
+def fed(rollout: Rollout, replay: Replay, rounds: int, folder: Path) -> list[Path]:
+    """Insert a run's fragments into a replay, and save both behind each; the checkpoints."""
+    rollout.attach(replay=replay)
+    with rollout:
+        paths = []
+        for fragment, _ in zip(rollout.fragments(), range(rounds), strict=False):
+            replay.insert(fragment)
+            replay.update_priorities(replay.sample(8)["ids"], np.arange(8.0))
+            paths.append(rollout.save(folder, keep=3))
+    return paths
+
+
+def test_a_run_saves_its_replay_and_writes_what_is_new(tmp_path: Path) -> None:
+    replay = Replay(2000, sampler=Prioritized(), seed=0)
+    paths = fed(Rollout("CartPole-v1", num_envs=4, fragment_length=16, seed=0), replay, 9, tmp_path)
+    assert [path.exists() for path in paths] == [False] * 6 + [True] * 3
+    before, after = ({each.name: each for each in (path / "replay").glob("rows-*")} for path in paths[-2:])
+    assert len(after) > 8
+    assert len(after.keys() - before.keys()) <= 3
+    assert all(each.samefile(before[name]) for name, each in after.items() if name in before)
+    whole = replay.get_state()
+    for path in paths[-1:], paths[-2:-1]:
+        again, resumed = Replay(2000, sampler=Prioritized()), Rollout.resume(path[0])
+        resumed.attach(replay=again)
+        if path[0] == paths[-1]:
+            assert same(again.get_state(), whole)
+            paths += fed(resumed, again, 1, tmp_path)  # which goes on with the files that are there
+            assert len(after.keys() - {each.name for each in (paths[-1] / "replay").iterdir()}) <= 2
+        resumed.close()
+
+
+def test_a_replay_that_is_not_attached_again_stays_and_another_kind_is_refused(tmp_path: Path) -> None:
+    replay = prioritized()
+    [path] = fed(Rollout("CartPole-v1", num_envs=2, fragment_length=16, seed=0), replay, 1, tmp_path)
+    with (run := Rollout.resume(tmp_path)):
+        with pytest.warns(RuntimeWarning, match="the checkpoint has replay, which nothing was given"):
+            next(run.batches())
+        newer = run.save(tmp_path)
+    assert not path.exists()
+    assert same(loaded(newer / "replay").get_state(), replay.get_state())
+    run = Rollout.resume(tmp_path)
+    with pytest.raises(ReplayError, match="the state is of a replay with capacity=400, expected 7"):
+        run.attach(replay=Replay(7))
+    with pytest.raises(CheckpointError, match=r"attach\(replay=…\) is given .*, expected what the checkpoint has"):
+        run.attach(replay=torch.nn.Linear(1, 1))
+    run.close()
+    for name in ("manifest.json", "index-*"):
+        file = next((newer / "replay").glob(name))
+        data = file.read_bytes()
+        file.write_bytes(data[:-1])
+        with pytest.raises((CheckpointError, ReplayError), match=f"{file.name} has .* bytes, .*: it was truncated"):
+            Rollout.resume(tmp_path).attach(replay=prioritized())
+        file.write_bytes(data)
+
+
+def test_a_replay_elsewhere_is_refused_with_what_saves_it(tmp_path: Path) -> None:
+    with Rollout("CartPole-v1") as run, ReplayClient(f"unix:{tmp_path}/none") as client:
+        with pytest.raises(ValueError, match=r"expected .* a Replay of this process: ReplayHost\(checkpoint=FOLDER\)"):
+            run.attach(replay=client)
