@@ -64,13 +64,14 @@ def main(seed: int = 0) -> list[float]:
         return "player" if agent == SIDES[side] else opponents[opponent % len(opponents)]
 
     settings = {"agent_to_module_mapping_fn": module_of, "learner_connector": lambda obs, act: gae, "seed": seed}
-    modules = {"player": player, "opponent 0": player}  # copies act: what is not published stays as it is
+    # Copies act: what is not published stays as it is. An opponent acts once it is among `opponents`.
+    modules = {"player": player} | {f"opponent {each}": player for each in range(0, UPDATES + 1, UPDATES_PER_OPPONENT)}
     with MultiAgentRollout(tictactoe.env, module=modules, modules_to_train=["player"], **settings, **SIZE) as rollout:
         for number, batch in zip(range(1, UPDATES + 1), rollout.batches(), strict=False):
             update(player, optimizer, batch["player"])
             rollout.publish({"player": player.state_dict()})
             if number % UPDATES_PER_OPPONENT == 0:
-                rollout.add_module(f"opponent {number}", player)
+                rollout.publish({f"opponent {number}": player.state_dict()})
                 opponents.append(f"opponent {number}")
     after = returns_against_random(player, seed)
     print(f"mean return as either player {before} at first, {after} after {rollout.num_steps:,} steps")

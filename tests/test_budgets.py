@@ -43,12 +43,12 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (366, 9),
     "nodes/logs": (587, 10),
-    "nodes/metrics": (582, 10),  # returns that go on; columns on a device
-    "nodes/modules": (1730, 31),  # versions told when loaded; weights of rounds marked; weights that wait
+    "nodes/metrics": (576, 10),  # returns that go on; columns on a device
+    "nodes/modules": (1727, 31),  # versions told when loaded; weights of rounds marked; weights that wait
     "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
     "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2576, 28),  # runs recorded, and replayed; what an earlier run has lost
-    "nodes/stages": (1980, 22),  # fragments shown to a schedule; another prefetch; states of what acts
+    "nodes/rollout": (2553, 28),  # runs recorded, and replayed; what an earlier run has lost
+    "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (812, 20),
     "rollflow": (64, 0),  # a name more
@@ -56,13 +56,13 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
     "sinks/replay": (2054, 27),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2615, 25),  # record and replay refused; numbers of rollouts checked, that the trainer counts with
+    "sinks/trainer": (2610, 25),  # record and replay refused; numbers of rollouts checked, that the trainer counts with
     "stream": (64, 0),
     "stream/data": (1611, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
     "stream/fragments": (1570, 20),  # columns by time and slot; a lane that goes on from another
     "stream/graph": (2549, 34),  # stages that are wrapped; a look for Ctrl-C; a ring that stands still
-    "stream/multi_agent": (1431, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
+    "stream/multi_agent": (1401, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1183, 17),
     "stream/wire": (969, 17),

@@ -136,18 +136,15 @@ class AgentReturns(EpisodeWindow):
         returns      undiscounted sums of all their agents' rewards, of the last `window`, oldest first; with those
                      that came before an agent's first observation, which are in no step
         lengths      their numbers of env steps
-        by_module    module id -> returns of the agents that it served, each agent's episode by itself. The returns of a
-                     module for which `is_present` is False go with the last fragments that it served in
+        by_module    module id -> returns of the agents that it served, each agent's episode by itself
 
     An episode counts from its reset on. It is left out if one of its fragments is missing, or if it ended because its
     environment was lost.
     """
 
-    def __init__(self, is_present: Callable[[Any], bool], window: int = 100) -> None:
+    def __init__(self, window: int = 100) -> None:
         super().__init__(window)
         self.by_module: dict[Any, EpisodeReturns] = {}
-        self._is_present = is_present
-        self._serving: dict[int, set[Any]] = {}  # lane -> module ids of its last fragment
         # lane -> number of its last fragment, and f64[N]: rewards of open episodes so far, NaN where unknown
         self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
@@ -189,14 +186,10 @@ class AgentReturns(EpisodeWindow):
                 # Add also a fragment in which its agents only wait: without it, the next would seem to follow a gap.
                 returns = self.by_module.setdefault(module_id, EpisodeReturns(self._window))
                 returns.add(part.of_module(module_id), (place, fragments.lane))
-        self._serving[fragments.lane] = set(fragments.module_ids)
-        for module_id in self.by_module.keys() - set().union(*self._serving.values()):
-            if not self._is_present(module_id):
-                del self.by_module[module_id]
 
     def _forget(self, lane: int, num_parts: int) -> None:
         """Forget the open episodes of a lane that has ended."""
-        del self._serving[lane], self._open[lane]
+        del self._open[lane]
         for returns in self.by_module.values():
             for place in range(num_parts):
                 returns.forget((place, lane), lane)

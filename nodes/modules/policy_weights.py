@@ -27,19 +27,18 @@ class PolicyWeights:
     """One-slot mailbox for weights: publishing replaces weights that were not taken yet, and never waits.
 
         module     the weights are for
-        version    policy version of the weights that the module begins to act with
 
     loads    told of the version and the weights that a module loads; None: nobody is
 
     May be used from any thread.
     """
 
-    def __init__(self, module: torch.nn.Module, version: int = 0) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self._shapes = shapes_of(module.state_dict())
         self._owner = type(module).__name__
         self._lock = threading.Lock()
         self._loading = threading.Lock()  # held while weights are loaded, so that no reader gets half of them
-        self._version = self._loaded = self.first_version = version
+        self._version = self._loaded = self.first_version = 0
         self._unused: tuple[int, dict[str, Any]] | None = None
         self._waiting: deque[tuple[int, dict[str, Any]]] | None = None  # until `let_in`; None: the newest is taken
         self._marked = 0  # version that is not replaced while it waits

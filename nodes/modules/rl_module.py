@@ -177,24 +177,13 @@ class MultiRLModule(Mapping[Any, Any]):
         return self._modules.get(module_id, default)
 
     def add_module(self, module_id: Any, module: Any, *, override: bool = False) -> None:
-        """Add a module, with `override` in place of one with the same id.
-
-        For a rollout's modules use `rollout.add_module`, which lets the module act.
-        """
-        if not override:
-            self.check_new(module_id)
+        """Add a module, with `override` in place of one with the same id. A rollout's are those that it was given."""
+        if not override and module_id in self._modules:
+            raise ModuleError(f"there is a module '{module_id}' already, expected another id, or remove_module first")
         self._modules[module_id] = module
 
-    def check_new(self, module_id: Any) -> None:
-        """Raise ModuleError if there is a module of this id."""
-        if module_id in self._modules:
-            raise ModuleError(f"there is a module '{module_id}' already, expected another id, or remove_module first")
-
     def remove_module(self, module_id: Any, *, raise_err_if_not_found: bool = True) -> Any:
-        """Remove a module and return it; None if there is none and that is no error.
-
-        For a rollout's modules use `rollout.remove_module`, which keeps nothing of the module.
-        """
+        """Remove a module and return it; None if there is none and that is no error."""
         module = self[module_id] if raise_err_if_not_found else self.get(module_id)
         self._modules.pop(module_id, None)
         return module

@@ -162,7 +162,7 @@ def _described_agents(fragment: MultiAgentFragment, spaces: Sequence[PartSpaces]
 
 
 def _described_part(part: AgentFragment, seen: Sequence[gym.Space[Any]]) -> Plain:
-    if wrong := [module_id for module_id in part.module_ids if not isinstance(module_id, str | None)]:
+    if wrong := [module_id for module_id in part.module_ids if not isinstance(module_id, str)]:
         raise ModuleError(f"module ids are {wrong}, expected strings where fragments go to another process")
     ends = [[*key, vector_step] for key, vector_step in part.ends.items()]
     return described(part, seen) | {

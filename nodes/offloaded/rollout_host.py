@@ -402,7 +402,7 @@ class RolloutHost(Host):
             how["flat"] = False
         acting: AnyActing
         if self._has_several:
-            options |= {"explore": settings.explore, "may_be_stateful": settings.lookback > 0, "how": how}
+            options |= {"explore": settings.explore, "how": how}
             acting = agents_acting_for(env.parts, env, module=given, **options, **self._of_agents)
         else:
             vector = env.env

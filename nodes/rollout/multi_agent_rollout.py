@@ -13,14 +13,13 @@ from rollflow.nodes.env.environments import SEVERAL_AGENTS
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.modules.rl_module import MultiRLModule
-from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate, evaluate_agents
 from rollflow.nodes.policies.policy import AgentPolicies, Policy, save_all
 from rollflow.nodes.rollout.options import MultiAgentKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.module_set import AgentLearner, AgentsActing, agents_acting_for
-from rollflow.stream.data.errors import ModuleError, RunError, warn_caller
+from rollflow.stream.data.errors import warn_caller
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -107,9 +106,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     Also `stall`, `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
-    Methods: `publish`, `acting_weights`, `policy`, `save_policy`, `evaluate`, `add_module`, `remove_module`;
-    loops `batches()`, `fragments()`; `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an
-    earlier run; `report`, `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
+    Methods: `publish`, `acting_weights`, `policy`, `save_policy`, `evaluate`; loops `batches()`, `fragments()`;
+    `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an earlier run; `report`, `diagnose`,
+    `explain`; `graph`; hooks `on_batch`, `on_episode`.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError if an argument can't be worked with.
     """
@@ -151,10 +150,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         return self.hooks.tell_if_new(dict.fromkeys(weights, version), is_new=is_new)
 
     def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
-        """Have a trainer elsewhere publish the weights of these modules, together: all that are trained stay then.
-
-        Modules that are not trained may come and go.
-        """
+        """Have a trainer elsewhere publish the weights of these modules, together."""
         self._acting.be_published_elsewhere(ids)
 
     @property
@@ -208,28 +204,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         found: dict[Any, Evaluation] = self._played(env, episodes, {"seed": seed})[0]()
         return found
 
-    def add_module(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
-        """Have a module act from now on, for agents that are mapped to it when they begin. From any thread.
-
-            explore    whether its actions are sampled; None: as the rollout was given it
-
-        It is not trained if `modules_to_train` was given. Under the id of one that was removed its policy versions
-        go on from there; agents that the removed one serves keep that until their episodes end, and batches have the
-        rows of both. Raises ModuleError for an id that is taken, and for a module whose initial state is not like that
-        of the one that was removed.
-        """
-        self._check_may_change(module_id)
-        self._acting.add(module_id, module, explore=explore)
-
-    def remove_module(self, module_id: Any) -> None:
-        """Have a module serve no agent that begins; those that it serves keep it until their episodes end.
-
-        Then nothing of it is kept, nor its returns, but the number of its last version. Raises ModuleError for one
-        that there is not.
-        """
-        self._check_may_change(module_id)
-        self._acting.remove(module_id)
-
     @property
     def policy_versions(self) -> dict[Any, int]:
         """Module id -> the version published last; 0 before any."""
@@ -252,18 +226,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     # Inside
 
-    def _check_may_change(self, module_id: Any) -> None:
-        """Raise ModuleError if a module can't come or go: others have to know of it."""
-        if self._options.schedule is not None:
-            raise RunError("modules stay as they are in a run that is recorded or replayed; expected them before it")
-        if self.learner.would_train(module_id):
-            self._acting.check_may_change(module_id)
-        if isinstance(self.environments, OffloadedRollouts) and self.environments.is_started:
-            raise ModuleError(
-                f"module '{module_id}' can't come or go while whole rollouts are done elsewhere, which began with the "
-                "modules that there were; expected that before the run, or where='processes' or RemoteEnvs"
-            )
-
     def _make_acting(self, options: RolloutOptions) -> AgentsActing:
         acting = agents_acting_for(
             self.environments.parts,
@@ -272,10 +234,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             mapping=options.agent_to_module_mapping_fn,
             joint_connector=options.joint_connector,
             explore=options.explore,
-            may_be_stateful=options.lookback != 0,
             how=options.forward.options,
         )
-        self.returns = AgentReturns(acting.module.__contains__)
+        self.returns = AgentReturns()
         return acting
 
     def _make_learner(self) -> None:

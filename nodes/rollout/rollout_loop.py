@@ -108,13 +108,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not options.debug
             self._make_learner()
-            self.lag = lag = LagBound(
-                acts.versions,
-                options.max_lag,
-                options.on_excess,
-                trained=options.modules_to_train,
-                first=acts.first_versions,
-            )
+            bound = options.max_lag, options.on_excess
+            self.lag = lag = LagBound(acts.versions, *bound, trained=options.modules_to_train)
             self._ledger = Ledger()  # of fragments in a graph
             self._relay = LaneGates(self.environments)
             self._counting: Any  # stage that counts the lanes that come by

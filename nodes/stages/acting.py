@@ -27,7 +27,7 @@ from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.stream.data.errors import ConnectorError, ModuleError, noted, page_on
 from rollflow.stream.data.space import is_columnar, item_of
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.seeding import generator_for, seed_for
@@ -87,10 +87,6 @@ class Acting:
     def versions(self) -> dict[Any, int]:
         """Module -> policy version published last; "" stands for the only module."""
         return {"": self.weights.version}
-
-    def first_versions(self) -> dict[Any, int]:
-        """Module -> the policy version that it began with; none: modules neither come nor go."""
-        return {}
 
     def go_on_from(self, versions: Mapping[Any, int]) -> None:
         """Begin with the policy versions of an earlier run. Raises ValueError, ModuleError or RunError."""
@@ -280,16 +276,6 @@ def are_alike(one: Any, other: Any) -> bool:
     if isinstance(one, gym.spaces.Tuple):
         return len(one) == len(other) and all(map(are_alike, one, other))
     return True
-
-
-def kind_of_state(module: Any) -> Tree:
-    """Shapes and dtypes of a module's initial state, {} if it has none."""
-    if not is_stateful(module):
-        return {}
-    arrays = map_tree(
-        lambda leaf: leaf.cpu().numpy() if torch.is_tensor(leaf) else np.asarray(leaf), module.get_initial_state()
-    )
-    return map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", arrays)
 
 
 def pieces_given(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import gymnasium as gym
 import torch
@@ -27,7 +26,6 @@ from rollflow.nodes.stages.acting import (
     acting_copy,
     check_actions,
     chosen_space,
-    kind_of_state,
     left_by,
     module_for,
     one_of,
@@ -37,7 +35,6 @@ from rollflow.nodes.stages.acting import (
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
 from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.stream.data.errors import EnvError, ModuleError, located, noted, shown
-from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEpisode
 from rollflow.stream.fragments.fragment import EpisodeIds
 from rollflow.stream.graph.seeding import seed_for
@@ -50,9 +47,9 @@ _PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
 AgentToModule = Mapping[Any, Any] | Callable[..., Any] | None
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ActingModule:
-    """One module as it acts; another that is added later under its id is another.
+    """One module as it acts.
 
     module_id     its id
     module        the copy that acts
@@ -60,7 +57,6 @@ class ActingModule:
     forward       a pass
     explore       whether actions are sampled
     seed_name     seeds its sampling, beside the rollout's seed
-    is_removed    True if it takes no new agents, and keeps those that it serves
     is_checked    True if its actions were checked against its agents' space
     """
 
@@ -70,7 +66,6 @@ class ActingModule:
     forward: ModuleForward
     explore: bool
     seed_name: str
-    is_removed: bool = False
     is_checked: bool = False
 
 
@@ -89,13 +84,11 @@ class AgentsActing:
         joint      pieces that see all agents together; None: there are none
         env_to_module, module_to_env    default pipelines of each part, with the pieces given
         explore    whether actions are sampled, of all modules or by id; of those that are not named they are
-        may_be_stateful    whether fragments keep what a state is known by, when a stateful module is added later
         how        forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
 
     module     those that are trained, by id
     version_elsewhere    that somebody else has published last, for all that he publishes
-    acting     those that agents which begin may be served by, by id. Whoever serves an agent is held by its lane, also
-               when it has been removed, or another has been added under its id
+    acting     the copies that act, by id
 
     Raises ModuleError for what are no modules.
     """
@@ -112,19 +105,17 @@ class AgentsActing:
     device: Any
     seed: int
     explore: bool | Mapping[Any, bool]
-    may_be_stateful: bool
     how: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        module, may_be_stateful = self.module, self.may_be_stateful
+        module = self.module
         self.acting: dict[Any, ActingModule] = {}
-        self._past: dict[Any, tuple[int, Tree]] = {}  # of those removed by id: last version, and kind of state
         self._probe_number = count()
         self._named: dict[Any, set[Any]] = {}  # agent -> modules that the mapping has named for it in probes
         self._raised: Exception | None = None  # by the mapping, in the last of these probes that failed
         self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
         self.version_elsewhere = 0
-        self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
+        self._lock = threading.Lock()  # held by whoever publishes
         _check_modules(module, self.mapping, self.parts)
         named = module if isinstance(module, Mapping) else {DEFAULT_MODULE_ID: module}
         if self.model_config is not None and all(module is not None for module in named.values()):
@@ -134,17 +125,17 @@ class AgentsActing:
             )
         self._first_ids = frozenset(named)
         self.module = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
-        self.explore, self.may_be_stateful = self._checked_explore(self.explore), True
+        self._raised = None  # whose traceback refers to this
+        self.explore = self._checked_explore(self.explore)
         for module_id, module in self.module.items():
-            self._have_act(module_id, module, self._explores(module_id))
-        self.may_be_stateful = may_be_stateful
+            self._have_act(module_id, module)
 
     def __reduce__(self) -> Any:
         acting = self.acting.items()
         given = {module_id: each.module for module_id, each in acting}
         explore = {module_id: each.explore for module_id, each in acting}
         made_for = given, self.mapping, self.parts, self.seen, self.acted
-        how = None, self.device, self.seed, explore, self.may_be_stateful, self.how
+        how = None, self.device, self.seed, explore, self.how
         return AgentsActing, (*made_for, self.joint, self.env_to_module, self.module_to_env, *how)
 
     def serving_none(self) -> str:
@@ -215,28 +206,6 @@ class AgentsActing:
         """Transitions that a lane's next vector step may end."""
         return lane.steps_under_way + sum(len(part.acting) for part in lane.parts)
 
-    def add(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
-        """Have a module act from now on, for agents whose episodes begin. From any thread.
-
-        Raises ModuleError for an id that is taken, and for one whose last module had another state.
-        """
-        with self._lock:
-            self.module.check_new(module_id)
-            if not isinstance(explore, bool | None):
-                raise ModuleError(f"module '{module_id}': explore is {explore!r}, expected a bool, or None")
-            if module_id in self.acting:  # it has been taken out of `modules` alone
-                self._retire(module_id)
-            made = self._made(module_id, module)
-            # Before an agent can be mapped to it: lanes may go on meanwhile.
-            self._have_act(module_id, made, self._explores(module_id) if explore is None else explore)
-            self.module.add_module(module_id, made)
-
-    def remove(self, module_id: Any) -> None:
-        """Have no agent that begins served by a module: those that it serves keep it until their episodes end."""
-        with self._lock:
-            self.module.remove_module(module_id)
-            self._retire(module_id)
-
     @property
     def is_by_agent(self) -> bool:
         """True if every agent has the same module in all episodes that begin now."""
@@ -291,22 +260,9 @@ class AgentsActing:
             self._elsewhere = frozenset(ids)
             self.version_elsewhere = max((self.acting[each].weights.version for each in ids), default=0)
 
-    def check_may_change(self, module_id: Any) -> None:
-        """Raise ModuleError if a trainer elsewhere has to know of a module that comes or goes."""
-        if self._elsewhere is not None:
-            raise ModuleError(
-                f"module '{module_id}' is trained, and a trainer elsewhere publishes the weights of "
-                f"{sorted(self._elsewhere)}: expected modules_to_train to leave out those that come and go"
-            )
-
     def versions(self) -> dict[Any, int]:
         """Module id -> the policy version that was published last."""
-        acting = dict(self.acting)
-        return {module_id: acting[module_id].weights.version for module_id in self.module if module_id in acting}
-
-    def first_versions(self) -> dict[Any, int]:
-        """Module id -> the policy version that the module began with; 0 but for one whose id was another's."""
-        return {module_id: acting.weights.first_version for module_id, acting in list(self.acting.items())}
+        return {module_id: acting.weights.version for module_id, acting in self.acting.items()}
 
     def go_on_from(self, versions: Mapping[Any, int]) -> None:
         """Have modules begin with the policy versions of an earlier run, by id.
@@ -314,10 +270,10 @@ class AgentsActing:
         Raises ModuleError for an id that no module has, RunError once weights have been published.
         """
         with self._lock:
-            if missing := [module_id for module_id in versions if module_id not in self.module]:
+            if missing := [module_id for module_id in versions if module_id not in self.acting]:
                 raise ModuleError(
                     f"the state has versions of the modules {missing}, which are not there; expected them to be given "
-                    f"to the rollout, or added, before load_state_dict; there are {list(self.module)}"
+                    f"to the rollout; there are {list(self.acting)}"
                 )
             for module_id, version in versions.items():
                 self.acting[module_id].weights.go_on_from(version)
@@ -344,7 +300,7 @@ class AgentsActing:
                 "their ids; expected one of them to be named"
             )
         for agent in self.parts[part].agents:
-            self._may_serve(agent, is_anew=False)
+            self._may_serve(agent)
         return self._agent_in(part, module_id)
 
     def chosen_spaces(self) -> list[gym.Space[Any] | None]:
@@ -395,10 +351,7 @@ class AgentsActing:
         """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
         mapping = self.mapping
         if mapping is None:
-            module_id = DEFAULT_MODULE_ID
-            own = self._serving(agent)
-            if own is not None:
-                return own
+            module_id = agent if agent in self.acting else DEFAULT_MODULE_ID
         elif callable(mapping):
             module_id = mapping(agent, MultiAgentEpisode(episode_id))
         elif agent in mapping:
@@ -408,13 +361,13 @@ class AgentsActing:
             raise EnvError(
                 f"agent_to_module_mapping_fn is {dict(mapping)}, expected every agent: {missing} are missing"
             ).see("agents")
-        acting = self._serving(module_id)
-        if acting is None:
-            there = [each for each in self.module if each in self.acting]
+        if module_id not in self.acting:
             raise EnvError(
-                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
-            )
-        return acting
+                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of "
+                f"{list(self.acting)}; module={{id: module}} has all of them from the beginning, and publish gives one "
+                "other weights"
+            ).see("agents")
+        return self.acting[module_id]
 
     def _check_actions_of(self, acting: ActingModule, agent: Any) -> None:
         """Raise ModuleError unless a module chooses actions that its first agent has, and so all its agents."""
@@ -423,26 +376,17 @@ class AgentsActing:
             with located(f"module '{acting.module_id}'"):
                 check_actions(acting.module, acted, agent)
 
-    def _serving(self, module_id: Any) -> ActingModule | None:
-        """The module of this id that agents may begin with, looked up once: it may be removed in another thread."""
-        acting = self.acting.get(module_id)
-        return acting if module_id in self.module else None
-
     def _part_for(self, module_id: Any, module: Any) -> int | None:
         """The part whose agents a module serves, as far as that can be told before any episode.
 
-        The mapping is asked for episodes that there are not: once, and again for a module that takes its spaces from
-        its agents.
+        The mapping is asked for episodes that there are not.
         """
         if len(self.parts) == 1:
             return 0
         is_to_be_made = module is None or isinstance(module, type) or inspect.isfunction(module)
-        self._raised = None
-        for is_anew in (False, True) if is_to_be_made else (False,):
-            for place, part in enumerate(self.parts):
-                if any(module_id in self._may_serve(agent, is_anew=is_anew) for agent in part.agents):
-                    self._raised = None  # whose traceback refers to this
-                    return place
+        for place, part in enumerate(self.parts):
+            if any(module_id in self._may_serve(agent) for agent in part.agents):
+                return place
         if is_to_be_made:
             names = ", ".join(sorted(map(repr, set().union(*self._named.values())))) or "none"
             gave = f"it named {names}" if self._raised is None else f"it raised {self._raised!r}"
@@ -453,14 +397,14 @@ class AgentsActing:
             ) from self._raised
         return None
 
-    def _may_serve(self, agent: Any, *, is_anew: bool) -> set[Any]:
+    def _may_serve(self, agent: Any) -> set[Any]:
         """Modules that the mapping names for an agent in one episode or another; none if it can't say that yet."""
-        if is_anew or agent not in self._named:
+        if agent not in self._named:
             self._named[agent] = set()
             try:
                 self._named[agent] = self._named_for(agent)
             except Exception as error:  # it is asked again, and may say so, when an agent begins
-                self._raised = error if is_anew else None
+                self._raised = error
         return self._named[agent]
 
     def _named_for(self, agent: Any) -> set[Any]:
@@ -479,39 +423,18 @@ class AgentsActing:
         if unknown or not all(isinstance(each, bool) for each in flags):
             raise ModuleError(
                 f"explore is {explore!r}, expected a bool, or a dict: module id -> bool, with ids among "
-                f"{list(self.module)}; for others add_module takes it"
+                f"{list(self.module)}"
             )
         return by_id if isinstance(explore, Mapping) else explore
 
-    def _explores(self, module_id: Any) -> bool:
-        return self.explore.get(module_id, True) if isinstance(self.explore, Mapping) else self.explore
-
-    def _have_act(self, module_id: Any, module: Any, explore: bool) -> None:
-        state = kind_of_state(module)
-        if state and not self.may_be_stateful:
-            raise ModuleError(
-                f"module '{module_id}' is stateful, but lookback is 0: expected a rollout with lookback=1 or more, so "
-                "that fragments keep the state before their first step"
-            )
-        version, before = self._past.get(module_id, (-1, state))
-        if before != state:
-            raise ModuleError(
-                f"module '{module_id}' has the initial state {state}, and the one of this id that was removed had "
-                f"{before}; expected the same, since batches may have rows of both, or another id"
-            )
+    def _have_act(self, module_id: Any, module: Any) -> None:
+        explore = self.explore.get(module_id, True) if isinstance(self.explore, Mapping) else self.explore
         copy = acting_copy(module, self.device)
-        version += 1  # what a removed one acted with stays apart
-        name = f"{module_id}/{version}" if version else f"{module_id}"
         if isinstance(copy, RandomModule):
-            copy.seed(seed_for(self.seed, f"actions/{name}"))
-        weights = PolicyWeights(copy, version)
+            copy.seed(seed_for(self.seed, f"actions/{module_id}"))
+        weights = PolicyWeights(copy)
         forward = ModuleForward(copy, weights, explore=explore, before=self.env_to_module, **self.how)
-        self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{name}")
-
-    def _retire(self, module_id: Any) -> None:
-        removed = self.acting.pop(module_id)
-        removed.is_removed = True
-        self._past[module_id] = removed.weights.version, kind_of_state(removed.module)
+        self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{module_id}")
 
 
 def agents_acting_for(
@@ -537,7 +460,7 @@ def agents_acting_for(
     left = tuple(parts) if together is None else together.parts_left()
     before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in left]
     after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in left]
-    # With what a stateful module needs: one may be added. The pieces do nothing for others.
+    # With what stateful modules need: the pieces do nothing for others.
     pipelines: dict[str, Any] = {
         "env_to_module": [
             EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=options["device"])
@@ -608,18 +531,12 @@ class AgentLearner:
         self._connector, self._metrics = connector, metrics
         self._runner = None if runner is None else weakref.ref(runner)  # it holds this
         self.has_pieces = connector is not None  # beside the default ones
-        # Copies, each with its version, with the weights that have been published last; one goes when what acts does.
-        self._copies: WeakKeyDictionary[ActingModule, tuple[int, Any]] = WeakKeyDictionary()
-        # By what acts, not by id: another that is added under the id, in whichever thread, begins with its own.
-        self._pipelines: WeakKeyDictionary[ActingModule, LearnerConnectorPipeline] = WeakKeyDictionary()
+        self._copies: dict[Any, tuple[int, Any]] = {}  # by id, each with its version, with the newest published weights
+        self._pipelines: dict[Any, LearnerConnectorPipeline] = {}  # by id
 
     def trains(self, module_id: Any) -> bool:
         """True if batches are made for a module."""
-        return module_id in self._modules and module_id in self._acting and self.would_train(module_id)
-
-    def would_train(self, module_id: Any) -> bool:
-        """True if batches are made for a module of this id when there is one."""
-        return self.to_train is None or module_id in self.to_train
+        return module_id in self._acting and (self.to_train is None or module_id in self.to_train)
 
     @property
     def slowest_piece(self) -> str:
@@ -628,10 +545,7 @@ class AgentLearner:
 
     def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
         """The pipeline of one module that acts, made when first asked for."""
-        trained, acting = self._modules[module_id], self._acting.get(module_id)
-        if acting is None:
-            raise ModuleError(f"module '{module_id}' does not act, expected one of {list(self._acting)}")
-        return self._pipeline_for(acting, trained)
+        return self._pipeline_for(module_id, self._modules[module_id])
 
     def batch_of(self, fragments: Sequence[MultiAgentFragment], *, as_published: bool = False) -> dict[Any, Batch]:
         """Module id -> its train batch, for those that are trained and have made steps in these fragments.
@@ -641,17 +555,16 @@ class AgentLearner:
         """
         batches = {}
         for module_id, parts in parts_by_module(fragments, self.trains).items():
-            acting, module = self._acting.get(module_id), self._modules.get(module_id)
-            # It may have been removed in another thread since, and another of its id been added.
-            if acting is not None and module is not None and acting is self._acting.get(module_id):
-                module = self._published_of(acting, module) if as_published else module
-                with noted(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train"):
-                    pipeline = self._pipeline_for(acting, module)
-                    batches[module_id] = pipeline.of_fragments(parts, module, self._metrics)
+            module = self._modules[module_id]
+            if as_published:
+                module = self._published_of(self._acting[module_id], module)
+            with noted(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train"):
+                pipeline = self._pipeline_for(module_id, module)
+                batches[module_id] = pipeline.of_fragments(parts, module, self._metrics)
         return batches
 
-    def _pipeline_for(self, acting: ActingModule, module: Any) -> LearnerConnectorPipeline:
-        made = self._pipelines.get(acting)
+    def _pipeline_for(self, module_id: Any, module: Any) -> LearnerConnectorPipeline:
+        made = self._pipelines.get(module_id)
         if made is None:
             spaces = module.observation_space, module.action_space
             taught = pieces_given(self._connector, "learner_connector", *spaces)
@@ -659,7 +572,7 @@ class AgentLearner:
             runner = None if self._runner is None else self._runner()
             if runner is not None:
                 made.refuse_edits_while_run_by(runner)
-            self._pipelines[acting] = made
+            self._pipelines[module_id] = made
         return made
 
     def _published_of(self, acting: ActingModule, trained: Any) -> Any:
@@ -667,7 +580,7 @@ class AgentLearner:
 
         Of the one that acts: training may leave in the other what can't be copied. For one thread at a time.
         """
-        copied = self._copies.get(acting)
+        copied = self._copies.get(acting.module_id)
         if copied is None:
             on, wanted = device_of(acting.module), device_of(trained)
             copied = -1, acting_copy(acting.module, None if wanted == on else wanted)
@@ -675,5 +588,5 @@ class AgentLearner:
         if version != acting.weights.version:
             version, weights = acting.weights.newest(acting.module)
             module.load_state_dict(weights)
-        self._copies[acting] = version, module
+        self._copies[acting.module_id] = version, module
         return module

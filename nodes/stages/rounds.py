@@ -34,12 +34,9 @@ class LagBound:
                  "pace": the rollout is held back so that none gets older, as long as the weights are published
                  once per batch; one that is older nonetheless raises LagError
     trained      ids of the modules whose age counts; None: all
-    first        gives module -> policy version that it began with, where modules come and go; None: they don't
 
-    Of several modules the oldest counts, each beside the newest of its own. Under "pace", what a removed module did
-    while another of its id acts already is no older than that one: nobody can hold the rollout back so that there is
-    none. A step that waits for its agent's next observation while a fragment is cut is as old as its action: if
-    agents take turns, nobody can help that, either.
+    Of several modules the oldest counts, each beside the newest of its own. A step that waits for its agent's next
+    observation while a fragment is cut is as old as its action: if agents take turns, nobody can help that.
 
     is_pacing                           True if the rollout is held back so that no fragment gets too old
     dropped_fragments, dropped_steps    what was left out so far
@@ -54,10 +51,9 @@ class LagBound:
         on_excess: OnExcess = "drop",
         *,
         trained: Collection[Any] | None = None,
-        first: Callable[[], Mapping[Any, int]] | None = None,
     ) -> None:
         check_staleness(max_lag, on_excess)
-        self.versions, self._first, self.max_lag = versions, first, max_lag
+        self.versions, self.max_lag = versions, max_lag
         self._trained = None if trained is None else frozenset(trained)  # the list is the caller's
         self.is_pacing = on_excess == "pace"
         self.dropped_fragments = 0
@@ -68,9 +64,8 @@ class LagBound:
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
         newest = self.versions()
-        first = self._first() if self._first is not None and self.is_pacing else {}
         lags: list[int] = [
-            newest[module_id] - max(version, first.get(module_id, 0))
+            newest[module_id] - version
             for module_id, version in fragment.policy_versions().items()
             if module_id in newest and (self._trained is None or module_id in self._trained)
         ]
@@ -91,7 +86,7 @@ class LagBound:
             self.last = lag
             return True
         if self.is_pacing:
-            turns = "" if self._first is None else _TURNS
+            turns = "" if "" in self.versions() else _TURNS
             raise LagError(
                 f"{fragment!r} is {lag} policy versions old, expected at most max_lag={self.max_lag}: under "
                 f"on_excess='pace' publish once per batch{turns}, or use on_excess='drop'"

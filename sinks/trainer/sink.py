@@ -3,6 +3,7 @@
 import logging
 import ssl
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -48,12 +49,8 @@ class BatchObserver:
     """
 
     def __init__(self, rollout: Rollout | MultiAgentRollout) -> None:
-        self._returns: Any = EpisodeReturns()
-        if isinstance(rollout, MultiAgentRollout):
-            modules, observer = rollout.module, weakref.proxy(self)  # which holds the returns
-            self._returns = AgentReturns(lambda module_id: module_id in modules or observer._untold(module_id) > 0)
-        # Count of each one's episodes when they were last taken; a module of an id that was removed has its own.
-        self._told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._returns: Any = AgentReturns() if isinstance(rollout, MultiAgentRollout) else EpisodeReturns()
+        self._told: Counter[str | None] = Counter()  # episodes taken so far, by module; of all of them with None
 
     def __call__(self, fragments: Any) -> None:
         """Observe one fragment."""
@@ -69,16 +66,11 @@ class BatchObserver:
         of_modules = [(each, own) for each, own in by_module.items() if isinstance(each, str)]
         taken = []
         for module_id, own in [(None, self._returns), *of_modules]:
-            if count := own.count - self._told.get(own, 0):
-                self._told[own] = own.count
+            if count := own.count - self._told[module_id]:
+                self._told[module_id] = own.count
                 kept = slice(-min(count, len(own.returns)), None)
                 taken.append((module_id, count, np.array(own.returns)[kept], np.array(own.lengths)[kept]))
         return taken
-
-    def _untold(self, module_id: Any) -> int:
-        """Number of a module's episodes that have not been taken."""
-        own = self._returns.by_module[module_id]
-        return own.count - self._told.get(own, 0) if isinstance(module_id, str) else 0
 
 
 AnyRollout = Rollout | MultiAgentRollout
@@ -114,9 +106,7 @@ class TrainerSink:
                        transition once
 
     `graph.connect(rollout.fragments, TrainerSink(...))` is enough: the sink finds the `Rollout` or `MultiAgentRollout`
-    that leads to it. The rollout begins once the trainer has been there, and acts with its newest weights. Modules of
-    a `MultiAgentRollout` whose weights the trainer publishes have to stay: leave those that come and go out of its
-    `modules_to_train`.
+    that leads to it. The rollout begins once the trainer has been there, and acts with its newest weights.
 
     A trainer that is lost is dialled again, and gets what it was not done with: every item once, in order. Until then
     the rollout stands still, also one that is drained, which logs what it waits for: leave the run to give up those
@@ -464,7 +454,7 @@ class TrainerSink:
 
 
 def _claimed_ids(rollout: MultiAgentRollout) -> tuple[str, ...]:
-    """Ids of the modules whose weights the trainer publishes, which have to stay from now on.
+    """Ids of the modules whose weights the trainer publishes.
 
     Raises ModuleError for ids that are no strings.
     """

@@ -114,8 +114,7 @@ class AgentFragment(Fragment):
     values in later rows have no meaning. Next to the columns:
 
         clock        i64[H+T+1, S]   vector step at which the observation came
-        module_of    i16[H+T, S]     index in `module_ids` of the module that acted; an id may be there several
-                                     times, for modules added one after the other
+        module_of    i16[H+T, S]     index in `module_ids` of the module that acted
         stops        i64[S]          row after the slot's last transition
         acts         bool[S]         whether the newest observation, in row `stops`, waits for an action
         waits        bool[S]         whether row `stops` has an action whose observation is yet to come
@@ -127,8 +126,7 @@ class AgentFragment(Fragment):
                      of the fragment are there from the episode's beginning on
         env_clock    begins and ends of the episodes of the environments
         envs         i64[N]: of whole episodes, numbers in the lane of their environments
-        outputs      module id -> names of the extra outputs that all modules with the id have alike. Columns of
-                     other modules have zeros in its rows
+        outputs      module id -> names of its extra outputs. Columns of other modules have zeros in its rows
     """
 
     def __init__(
@@ -241,9 +239,7 @@ class ModuleFragment(AgentFragment):
         self.__dict__.update(whole.__dict__)
         self._module_id = module_id
         self._of_modules = {}  # a reference to itself would keep the columns until a collection
-        places = [place for place, each in enumerate(whole.module_ids) if each == module_id]
-        # One module nearly always has one place: to compare with it takes a tenth of the time.
-        chosen = whole.chunk_modules == places[0] if len(places) == 1 else np.isin(whole.chunk_modules, places)
+        chosen = whole.chunk_modules == whole.module_ids.index(module_id)
         chunks = whole.chunks
         fields = {name: getattr(chunks, name)[chosen] for name in ChunkIndex.__slots__}
         self.__dict__ |= {"chunks": ChunkIndex(**fields), "chunk_modules": whole.chunk_modules[chosen]}

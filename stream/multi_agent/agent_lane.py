@@ -316,12 +316,7 @@ class AgentLane(SlotLane):
 
     def module_id(self, place: int) -> Any:
         """The id of the module at a place; None: there is none."""
-        module = self.modules[place] if place < len(self.modules) else None
-        return None if module is None else module.module_id
-
-    def serving(self) -> set[int]:
-        """Places of the modules that serve slots with an ongoing episode."""
-        return set(np.unique(self.module[self.lives]).tolist())
+        return self.modules[place].module_id if place < len(self.modules) else None
 
     def ended_by_module(self) -> list[tuple[int, Slots]]:
         """Pairs (place of a module, i64[K] slots that it served) of the episodes that ended with the last step."""
@@ -438,7 +433,8 @@ class AgentLane(SlotLane):
         copy_rows(new.clock, old.clock, rows)
         new.module_of[:] = self.module
         old.serves = self.module.copy()
-        old.module_ids, old.outputs = tuple(map(self.module_id, range(len(self.modules)))), self._outputs_by_id()
+        old.module_ids = tuple(module.module_id for module in self.modules)
+        old.outputs = {self.module_id(place): names for place, names in self.outputs.items()}
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
         old.seal_at(self.at.copy())
@@ -448,12 +444,6 @@ class AgentLane(SlotLane):
         if old.early:
             new.early = self._early_so_far(old.early, clock.started)
         return old
-
-    def forget(self, module: int) -> None:
-        """Forget a module that serves no slot any more, with the columns that only it wrote."""
-        self._turns = None
-        for name in set(self.outputs.pop(module, ())).difference(*self.outputs.values()):
-            del self.fragment.columns[name]
 
     def release(self) -> None:
         super().release()
@@ -583,14 +573,6 @@ class AgentLane(SlotLane):
                 f"output '{name}' of module '{turn.acting.module_id}' is {kind_of(row)}, but {kind_of(column.row(0))} "
                 "of another that serves agents with the same spaces; expected one type, or another name"
             ).see("agents")
-
-    def _outputs_by_id(self) -> dict[Any, list[str]]:
-        """Module id -> the extra outputs that all modules with this id have alike."""
-        by_id: dict[Any, list[str]] = {}
-        for module, names in self.outputs.items():
-            before = by_id.get(self.module_id(module), names)
-            by_id[self.module_id(module)] = [name for name in before if name in names]
-        return by_id
 
 
 def _grouped(modules: NDArray[np.int16], slots: Slots) -> list[tuple[int, Slots]]:

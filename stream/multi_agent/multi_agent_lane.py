@@ -32,9 +32,7 @@ class MultiAgentLane:
     shared_data    makes the data that the connector pieces of a module share
     is_shared      whether columns of all fragments but the first lie in shared memory
 
-    modules         modules that serve or have served agents, by place: each with a `module_id`, and with `is_removed`,
-                    True if it gets no new agents. A module added later under an id is another one. None: a free place.
-                    The place of a removed one becomes free at a cut, when none of its agents' episodes goes on
+    modules         modules that serve or have served agents, by place: each with a `module_id`
     vector_steps    vector steps since the first reset
     first_step      vector steps that the run had made when this lane began
     turns           of the modules that have agents to act for, between the stages
@@ -160,7 +158,6 @@ class MultiAgentLane:
         self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
         self.sequence += 1
         parts = [lane.cut(self.clock) for lane in self.parts]
-        self._drop_removed()
         return MultiAgentFragment(
             self.index,
             self.sequence - 1,
@@ -239,30 +236,12 @@ class MultiAgentLane:
         return self._place_for(module)
 
     def _place_for(self, module: Any) -> int:
-        """The module's place; a new module takes a free one."""
+        """The module's place; a new module takes the next one."""
         place = self._places.get(module)
-        if place is not None:
-            return place
-        if None not in self.modules:
-            self.modules.append(None)
-        place = self._places[module] = self.modules.index(None)
-        self.modules[place] = module
+        if place is None:
+            place = self._places[module] = len(self.modules)
+            self.modules.append(module)
         return place
-
-    def _drop_removed(self) -> None:
-        """Forget removed modules that serve no ongoing episode; called when a fragment has just been cut."""
-        removed = [place for place, module in enumerate(self.modules) if module is not None and module.is_removed]
-        if not removed:
-            return
-        serving = set().union(*(lane.serving() for lane in self.parts))
-        for place in set(removed) - serving:
-            module, self.modules[place] = self.modules[place], None
-            del self._places[module]
-            self._shared_data.pop(place, None)
-            for lane in self.parts:
-                lane.forget(place)
-            if all(each is None or each.module_id != module.module_id for each in self.modules):
-                del self._part_of[module.module_id]
 
     def _record_infos(self, infos: Sequence[Infos], envs: Sequence[int], *, are_first: bool = False) -> None:
         of_parts: list[dict[int, Mapping[str, Any]]] = [{} for _ in self.parts]

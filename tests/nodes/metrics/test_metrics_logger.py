@@ -218,7 +218,7 @@ def test_returns_say_how_many_episodes_and_their_mean() -> None:
     assert repr(returns) == "<EpisodeReturns: 0 finished episodes>"
     returns.take(3, [10.0, 20.0, 40.0], [1, 2, 4])
     assert repr(returns) == "<EpisodeReturns: 3 finished episodes, mean return 30 of the last 2>"
-    assert repr(AgentReturns(lambda module_id: True)) == "<AgentReturns: 0 finished episodes>"
+    assert repr(AgentReturns()) == "<AgentReturns: 0 finished episodes>"
     assert repr(MetricsLogger()) == "<MetricsLogger: nothing logged>"
     assert repr(logged([3])) == "<MetricsLogger: x>"
 

@@ -18,7 +18,6 @@ from serial_module import SerialModule
 
 from rollflow import MeanStdFilter, MultiAgentRollout, RemoteRollouts
 from rollflow.nodes import LambdaConnector, RandomModule, RolloutHost
-from rollflow.stream import ModuleError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
@@ -77,20 +76,3 @@ def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
     assert sum(source["count"] for source in state["sources"].values()) == seen
     assert rollout.metrics.peek("rows") == seen
     assert len(fragments) == 6
-
-
-def test_modules_come_and_go_before_the_run_alone() -> None:
-    hosts = listening(RemoteRollouts)
-    envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
-    modules = {"default_policy": SerialModule(), "other": SerialModule()}
-    with hosting(hosts.addresses[0], envs, kind=RolloutHost, module=modules):
-        rollout = over(hosts, num_fragments=1)
-        rollout.add_module("other", SerialModule())
-        rollout.start()
-        next(iter(rollout.fragments()))
-        with pytest.raises(ModuleError, match="'third' can't come or go while whole rollouts are done elsewhere"):
-            rollout.add_module("third", SerialModule())
-        told = "'default_policy' can't come or go while whole rollouts are done elsewhere"
-        with pytest.raises(ModuleError, match=told):
-            rollout.remove_module("default_policy")
-        rollout.close()

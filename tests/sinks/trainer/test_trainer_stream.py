@@ -4,7 +4,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -335,19 +335,6 @@ def test_padding_has_no_age(sends: str) -> None:
 
 def connect(rollout: MultiAgentRollout) -> None:
     Graph("feed").connect(rollout.fragments, TrainerSink("unix:/nowhere"))
-
-
-def test_modules_that_are_trained_elsewhere_stay_and_others_may_come_and_go() -> None:
-    stays = r"a trainer elsewhere publishes the weights of .* expected modules_to_train"
-    for trained in (["plain 0"], None):
-        _, rollout = made(DRAWN, modules_to_train=trained)
-        connect(rollout)
-        with pytest.raises(ModuleError, match=stays) if trained is None else nullcontext():
-            rollout.add_module("more", SerialModule())
-            rollout.remove_module("more")
-        with pytest.raises(ModuleError, match=stays):
-            rollout.remove_module("plain 0")
-        rollout.environments.close()
 
 
 def test_module_ids_that_are_no_strings_are_refused() -> None:

@@ -1,6 +1,5 @@
-"""`MultiAgentRollout` as its users see it: numbers worked by hand, modules that come and go, what it refuses."""
+"""`MultiAgentRollout` as its users see it: numbers worked by hand, what it refuses."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,39 +120,9 @@ def test_frozen_modules_have_no_batches(rows: int, batches: int) -> None:
         assert [list(batch) for batch in rollout.batches()] == [["b"]] * batches
 
 
-# Modules that come and go
-
-
-def by_name(names: dict[str, str]) -> Callable[[Any, Any], str]:
-    return lambda agent, episode: names[agent]
-
-
-def test_a_module_that_is_added_acts_for_agents_that_begin() -> None:
-    names = {"a": "a", "b": "b"}
-    with talk(agent_to_module_mapping_fn=by_name(names), fragment_length=2, num_fragments=4) as rollout:
-        acted = []
-        for number, fragment in enumerate(rollout.fragments()):
-            acted.append({name: len(fragment.of_module(name).chunks.slot) for name in fragment.module_ids})
-            if number == 0:
-                rollout.add_module("late", Values(1))
-                names["a"] = "late"
-                assert rollout.policy_versions == {"a": 0, "b": 0, "late": 0}
-                assert rollout.publish({"late": Values().state_dict()}) == {"late": 1}
-                rollout.remove_module("a")
-                assert list(rollout.module) == ["b", "late"]
-        actions = fragment.of_module("late").gather("actions").tolist()
-    assert [each.get("late", 0) for each in acted] == [0, 0, 1, 1]
-    assert [each.get("a", 0) for each in acted] == [1, 1, 0, 0]
-    assert actions == [1]
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda r: r.add_module("a", Values()), "there is a module 'a' already"),
-        (lambda r: r.add_module("c", object()), r"module 'c': module is object, which has no method"),
-        (lambda r: r.add_module("c", Values(), explore=1), "module 'c': explore is 1, expected a bool"),
-        (lambda r: r.remove_module("c"), r"there is no module 'c', expected one of \['a', 'b'\]"),
         (lambda r: r.publish({"c": {}}), r"there is no module 'c' to publish .* ids among \['a', 'b'\]"),
         (
             lambda r: r.publish({"a": Values().state_dict(), "b": {}}),
@@ -184,21 +153,18 @@ def test_a_module_that_chooses_other_actions_than_its_agents_have_is_refused(ask
     with pytest.raises(ModuleError, match=match):
         talk(**given)
     talk(**given, module_to_env_connector=lambda part: ClipActions()).environments.close()  # a piece may translate them
-    rollout = talk()
-    with pytest.raises(ModuleError, match=match.replace("'b'", "'c'", 1)):
-        rollout.add_module("c", made)
-    assert list(rollout.module) == ["a", "b"]
-    rollout.environments.close()
 
 
-def test_a_removed_module_that_is_mapped_to_is_refused_where_its_agent_begins() -> None:
-    with pytest.raises(
-        EnvError, match="agent 'a' is mapped to module 'default_policy', which does not exist"
-    ) as caught:
-        with talk(num_fragments=3) as rollout:
+def test_an_unknown_module_that_is_mapped_to_is_refused_where_its_agent_begins() -> None:
+    names = {"a": "a", "b": "b"}
+    told = (
+        r"agent 'a' is mapped to module 'late', which does not exist: expected one of \['a', 'b'\]; "
+        r"module=\{id: module\} has all of them from the beginning, and publish gives one other weights"
+    )
+    with pytest.raises(EnvError, match=told) as caught:
+        with talk(num_fragments=3, agent_to_module_mapping_fn=lambda agent, episode: names[agent]) as rollout:
             for _ in rollout.fragments():
-                if "a" in rollout.module:
-                    rollout.remove_module("a")
+                names["a"] = "late"
     assert any("environment 0, agent 'a', vector step" in note for note in caught.value.__notes__)
 
 
@@ -334,21 +300,6 @@ def test_a_mapping_that_can_not_be_followed_is_refused_where_an_agent_begins(
     assert where in "\n".join(caught.value.__notes__)
 
 
-def test_a_module_can_act_before_agents_can_be_mapped_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = talk()
-    seen = []
-    add = type(rollout.module).add_module
-
-    def noting(modules: Any, module_id: Any, module: Any) -> None:
-        seen.append(module_id in rollout._acting.acting)
-        add(modules, module_id, module)
-
-    monkeypatch.setattr(type(rollout.module), "add_module", noting)
-    rollout.add_module("late", Values())
-    assert seen == [True]
-    rollout.environments.close()
-
-
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_returns_by_module_count_agents_that_act_seldom(rows: int) -> None:
     makers = [partial(NumberedAgents, env, nested=0, length=6) for env in range(2)]
@@ -400,15 +351,14 @@ def test_box_actions_at_random_follow_from_the_seed() -> None:
 
 def test_a_module_whose_agents_can_not_be_told_before_is_refused_where_one_begins() -> None:
     served = {"agent 0": "first", "agent 1": "second"}
+    seen = UNEVEN().observation_spaces["agent 1"]
     rollout = MultiAgentRollout(
         UNEVEN,
-        module={"first": None, "second": None},
+        module={"first": None, "second": None, "late": DefaultModule(seen, gym.spaces.Discrete(70))},
         agent_to_module_mapping_fn=lambda agent, episode: served[agent],
         num_fragments=1,
         seed=0,
     )
-    spaces = next(part for part in rollout.environments.parts if "agent 1" in part.agents)
-    rollout.add_module("late", DefaultModule(spaces.observation_space, gym.spaces.Discrete(70)))
     served["agent 1"] = "late"
     with (
         pytest.raises(ModuleError, match=r"module 'late': .* actions in Discrete\(70\), but those of agent 'agent 1'"),
