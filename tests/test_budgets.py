@@ -23,7 +23,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/connectors": (592, 7),  # named pieces, which stood in alpha and in pipelines; bases of pieces by kind
     "nodes/connectors/alpha": (294, 16),  # a connector that normalizes is not found as one that clips
     "nodes/connectors/common": (751, 11),  # pieces over tensors; faults on a device; called as one, from pipelines
-    "nodes/connectors/env_to_module": (552, 9),  # pieces over tensors; faults on a device
+    "nodes/connectors/env_to_module": (559, 9),  # pieces over tensors; faults on a device
     "nodes/connectors/learner": (596, 12),  # pieces over tensors; infos that tensors lack
     "nodes/connectors/module_to_env": (
         750,
@@ -39,15 +39,15 @@ BUDGETS = {  # folder -> code lines, classes
     ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
     "nodes/env": (2382, 28),  # lanes in order; states of environments; replayed rewards compared
     "nodes/env/remote": (1528, 14),  # hosts of another version refused
-    "nodes/env/workers": (2445, 35),  # states, order of lanes; lanes elsewhere, also of hosts
+    "nodes/env/workers": (2449, 35),  # states of whole rollouts; states, order of lanes
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (366, 9),
     "nodes/logs": (587, 10),
     "nodes/metrics": (576, 10),  # returns that go on; columns on a device
     "nodes/modules": (1727, 31),  # versions told when loaded; weights of rounds marked; weights that wait
-    "nodes/offloaded": (1742, 25),  # turns in order, and their states; states of lanes, from nodes/rollout
+    "nodes/offloaded": (1862, 25),  # turns in order, and their states; turns in order, and their states
     "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2553, 28),  # runs recorded, and replayed; what an earlier run has lost
+    "nodes/rollout": (2554, 28),  # whole rollouts in order; runs recorded, and replayed; what an earlier run has lost
     "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (812, 20),

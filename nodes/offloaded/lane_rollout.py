@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from rollflow.nodes.connectors.env_to_module.observation_pieces import MeanStdFilter
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import pieces_within
 from rollflow.nodes.env.environments import ONE_AGENT, SEVERAL_AGENTS
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.observation_check import Deviations
@@ -12,10 +16,13 @@ from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import Weights
+from rollflow.nodes.offloaded.lane_state import go_on, state_of_lane
+from rollflow.nodes.policies.part_records import packed, unpacked
 from rollflow.nodes.stages.acting import Acting
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import ring_of
-from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.data.errors import CheckpointError, PolicyError, RollflowError
+from rollflow.stream.data.stored_files import StoredKind
 from rollflow.stream.graph.chain import CallMark
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import clock
@@ -26,6 +33,7 @@ Published = Mapping[Any, tuple[int, Weights]]  # module id -> version and weight
 # Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
 # the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
 _first_passes = threading.Lock()
+_STATE = StoredKind("rollflow rollout", 1, "rollout.json", "the state of a rollout", CheckpointError)
 _CALLS_NS = 1_000_000_000  # from one look at the times of calls to the next
 _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
 
@@ -41,6 +49,9 @@ class LanePlan:
     how             forward passes are done: what `ModuleForward` takes beside module and weights
     versions        module id -> policy version of the weights that its copy has; -1: they are yet to come
     is_shared       whether other processes may look at the lane's columns
+    name            that its pieces count under, in every process that does this rollout; "": none of before
+    state           that it goes on from, as `LaneRollout.get_state` gave it; None: it begins
+    records         whether steps of environments whose state can't be read are recorded
     """
 
     environments: Mapping[str, Any]
@@ -50,6 +61,9 @@ class LanePlan:
     how: Mapping[str, Any]
     versions: Mapping[Any, int]
     is_shared: bool = False
+    name: str = ""
+    state: Mapping[str, Any] | None = None
+    records: bool = False
 
     @property
     def seed(self) -> int:
@@ -63,7 +77,16 @@ def loaded_versions(acting: AnyActing) -> dict[Any, int]:
 
 
 class _OneLane(LaneSource):
-    """The environments of one lane, made already."""
+    """The environments of one lane, made already.
+
+    anew    why they could not go on from their states; "": they could, or were not to
+    """
+
+    anew = ""
+
+    def begin_anew(self, lane: Any, reason: str) -> None:
+        self.anew = reason
+        lane.begin_anew(f"the run was resumed: {reason}")
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         self._here = [env]
@@ -105,13 +128,24 @@ class LaneRollout:
         for module_id, (_, weights) in acting.by_id.items():
             weights.go_on_from(plan.versions[module_id])
         has_one = isinstance(acting, Acting)
-        environments = _OneLane(env, kind=ONE_AGENT if has_one else SEVERAL_AGENTS, **plan.environments)
+        self._environments = environments = _OneLane(
+            env, kind=ONE_AGENT if has_one else SEVERAL_AGENTS, **plan.environments
+        )
+        if plan.records:
+            environments.record_actions()
         if plan.is_shared:
             environments.share()
         environments.begin_at(plan.first_step)
         environments.set_chosen_spaces(acting.chosen_spaces())
         acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
         [self.lane] = environments.lanes
+        if plan.name:
+            self._count_as(plan.name)
+        if (state := plan.state) is not None:
+            before = unpacked(_STATE, bytes(state["rollout"]), "the state of a rollout")
+            go_on(self.lane, before["lane"], acting)
+            environments.go_on_from([state["environments"]], None)
+            self.take_states(before["pipelines"])
         self._where = f"lane {self.lane.index}, " if has_one else ""
         self._prepare, forward, act = acting.stages(environments, plan.how, self._metrics)
         first = _first_noted(forward, self._turns.end_first, began)
@@ -158,6 +192,26 @@ class LaneRollout:
         for (_, pipeline), state in zip(self._acting.named_pipelines, states, strict=True):
             pipeline.set_state(state)
 
+    def get_state(self) -> dict[str, Any]:
+        """The state of the environments, and of all else packed, between two turns; the lane's first step, its count.
+
+        Raises CheckpointError for what has no plain form.
+        """
+        [environments] = self._environments.get_state()
+        pipelines = [pipeline.get_state() for _, pipeline in self._acting.named_pipelines]
+        try:
+            rollout = packed({"lane": state_of_lane(self.lane), "pipelines": pipelines})
+        except PolicyError as error:
+            raise CheckpointError(f"the run can't be saved: {error}") from None
+        counts = {"first_step": self.lane.first_step, "reported": self.lane.num_steps}
+        return {"environments": environments, "rollout": np.frombuffer(rollout, np.uint8), **counts}
+
+    def _count_as(self, name: str) -> None:
+        for _, pipeline in self._acting.named_pipelines:
+            for piece in pieces_within(pipeline):
+                if isinstance(piece, MeanStdFilter):
+                    piece.count_as(name)
+
     def busy_ns(self) -> list[int]:
         """For how long each of its `STAGES` has been busy, calls under way left out."""
         return [meter.busy_ns for meter in self._run.counters.nodes.values()]
@@ -169,6 +223,7 @@ class LaneRollout:
         nodes         what every stage has counted, see `_nodes`
         states        of the pipelines' connectors; not there if none has any
         metrics       what was logged since this was asked last; not there if nothing was
+        anew          why the environments could not go on from their states; not there if they could, or were not to
         deviations    (kind, text) of observations that were not in their space; not there if there are none
         failure       what the environments raised, as a `RaisedError` has it; not there if they did not
         lost_steps    the transitions that were under way then
@@ -180,6 +235,8 @@ class LaneRollout:
         if self._metrics.keys():
             report["metrics"] = self._metrics.get_state()
             self._metrics.reset()
+        if self._environments.anew:
+            report["anew"], self._environments.anew = self._environments.anew, ""
         if self._deviations.unsent:
             report["deviations"] = [[kind, self._where + text] for kind, text in self._deviations.take()]
         return report

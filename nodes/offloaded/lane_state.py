@@ -19,7 +19,7 @@ _OF_LANE = "num_steps", "vector_steps", "policy_version"
 
 def check_lanes(lanes: Sequence[Any]) -> None:
     """Raise CheckpointError for a lane whose state can't be saved."""
-    if wrong := next((type(lane).__name__ for lane in lanes if type(lane) not in _KINDS), None):
+    if wrong := next((type(lane).__name__ for lane in lanes if type(lane) not in KINDS), None):
         raise CheckpointError(
             f"a run with a {wrong} can't be saved: expected environments of one agent that step in lock step, here or "
             "in threads or worker processes; state_dict() has what every run has counted"
@@ -28,7 +28,7 @@ def check_lanes(lanes: Sequence[Any]) -> None:
 
 def state_of_lane(lane: Any) -> State:
     """The state of a lane: its open fragment with the lookback, its counts, and what it samples with. All copies."""
-    state_of, _ = _KINDS[type(lane)]
+    state_of, _ = KINDS[type(lane)]
     return state_of(lane)
 
 
@@ -37,7 +37,7 @@ def go_on(lane: Any, state: Mapping[str, Any], acting: Any) -> None:
 
     acting    what acts in its environments
     """
-    _, go_on_from = _KINDS[type(lane)]
+    _, go_on_from = KINDS[type(lane)]
     go_on_from(lane, state, acting)
 
 
@@ -142,6 +142,6 @@ def _set_sampling(shared: State, state: Mapping[str, Any]) -> None:
 
 
 # Class of a lane -> what gives its state, and what has a new one go on from that. A subclass is another kind.
-_KINDS: dict[type, tuple[Callable[[Any], State], Callable[[Any, Mapping[str, Any], Any], None]]] = {
+KINDS: dict[type, tuple[Callable[[Any], State], Callable[[Any, Mapping[str, Any], Any], None]]] = {
     Lane: (_state_of_lane, _go_on_lane),
 }

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from rollflow.nodes.env.environments import SeveralAgents
 from rollflow.nodes.env.lane_source import LaneSource
@@ -11,17 +12,20 @@ from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.fragment_message import agents_of_message, check_form, form_of, fragment_of, spaces_seen
 from rollflow.nodes.offloaded.lane_rollout import Published
+from rollflow.nodes.offloaded.lane_state import KINDS
 from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.nodes.stages.rounds import LaneGates
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.loss_ledger import Ledger
-from rollflow.stream.fragments.fragment import Fragment, NoFragment
+from rollflow.stream.fragments.fragment import Fragment, FragmentLayout, NoFragment
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallStats
 from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+_OF_TOKEN = "sequence", "step", "name", "elsewhere"
 
 
 class TurnToken:
@@ -30,6 +34,9 @@ class TurnToken:
     fragment    that it came back with; None if it has none
     steps_under_way    transitions of a vector step, at most
     step        the run's vector step at which its next fragment begins, by which schedules go
+    layout, observation_spaces    of its fragments, as a lane has them
+    name        that the pieces of its rollout count under, in every process that does it
+    elsewhere   state of its rollout, and of what is known of it here, for `get_state` or from `set_state`
     """
 
     at_start = True
@@ -41,6 +48,22 @@ class TurnToken:
         self.sequence = 0  # of the next fragment
         self.fragment: Fragment | MultiAgentFragment | None = None
         self.is_set_aside = False
+        self.layout: FragmentLayout
+        self.observation_spaces: Sequence[Any] = ()
+        self.name = uuid4().hex
+        self.elsewhere: dict[str, Any] = {}
+
+    def get_state(self) -> dict[str, Any]:
+        """The state of the lane, once its node has asked for that of its rollout."""
+        return {name: getattr(self, name) for name in _OF_TOKEN}
+
+    def set_state(self, state: Mapping[str, Any], acting: Any = None) -> None:
+        """Go on from what `get_state` gave."""
+        for name in _OF_TOKEN:
+            setattr(self, name, state[name])
+
+    def begin_anew(self, reason: str) -> None:
+        """Do nothing: its rollout has ended the open episodes."""
 
     def release(self) -> None:
         """Let go of the fragment: no more turns are taken."""
@@ -110,7 +133,7 @@ class OffloadedRollouts(LaneSource):
     def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
         """Have lanes look back so many steps (H); they are where the environments are."""
         self._refuse_if_started("their lookback")
-        self.lookback = lookback
+        self.lookback, self.lanes = lookback, []
 
     def __call__(self, turns: TurnToken) -> TurnToken | None:  # type: ignore[override]  # in place of lanes
         """Have the lane's next fragment made where its rollout is.
@@ -192,6 +215,8 @@ class OffloadedRollouts(LaneSource):
 
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
         """Take in what a lane's connectors have learnt and logged; every lane goes on from the merged states."""
+        if "anew" in message:
+            self.begin_anew(self.remotes[lane].lane, message["anew"])
         if "states" in message:
             report = self.remotes[lane].lane.sequence, lane, message["states"]
             if self.keeps_order:
@@ -276,6 +301,9 @@ class OffloadedRollouts(LaneSource):
         return reports
 
 
+KINDS[TurnToken] = TurnToken.get_state, TurnToken.set_state
+
+
 class EmitterOutput(NamedTuple):
     """Outputs of one lane's turn."""
 
@@ -314,7 +342,11 @@ class Emitter(CuttingStage[Any, Any]):
             return self._set_aside(lane)
         fragment = lane.fragment
         if not lane.is_set_aside:
-            return self._result(lane, None) if fragment is None else self._full(lane)
+            if fragment is not None:
+                return self._full(lane)
+            if self._num_fragments is not None and lane.sequence >= self._num_fragments:
+                return self._finished(lane, None)  # in the run that was saved
+            return self._result(lane, None)
         if fragment is None:
             self._relay.fragment_missing(lane.index)
         else:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.env.environments import OneAgent
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity
@@ -32,6 +33,7 @@ from rollflow.stream.observe.waits import Wait
 #   how many transitions the next vector step may end
 PROGRESS = slice(4, None)  # behind those of an `ActivityFlag`
 MARK, BUSY, UNDER_WAY = slice(2, 4), slice(4, 4 + len(STAGES)), 4 + len(STAGES)
+_OF_ROLLOUT = "rollout", "first_step", "reported"
 _MOST_FREED = 64  # blocks told of in a turn: a worker that is at another lane reads none, and a socket has room for 278
 
 
@@ -44,7 +46,10 @@ class RolloutLink(LaneLink):
     versions   module id -> version of the weights that were sent last
     untaken    weights that were sent and that the worker has not taken over yet
     lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
+    before     state that its rollout goes on from when it begins; None: it begins anew, or has begun
     """
+
+    before: dict[str, Any] | None = None
 
     def __init__(self, index: int, maker: Any, node: Any) -> None:
         super().__init__(index, maker, node)
@@ -79,7 +84,7 @@ class RolloutLink(LaneLink):
         setup = pickled((acting, plan), _parts_of(acting))
         self._progress = self.activity.memory[PROGRESS]
         self._progress[MARK] = 0, -1
-        self.reported = 0
+        self.reported = 0 if plan.state is None else plan.state["reported"]
         self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
         self.seed = plan.seed
         self.versions, self.untaken = dict(plan.versions), 0
@@ -118,6 +123,20 @@ class RolloutLink(LaneLink):
             self._take_fragment(fragments, answer)
             return True
         return False
+
+    def states_in(self, fields: Mapping[str, Any]) -> Any:
+        """Keep the state of the rollout in the token of the lane."""
+        self.lane.elsewhere |= {name: fields[name] for name in _OF_ROLLOUT}
+        return fields["environments"]
+
+    def get_state(self) -> dict[str, Any]:
+        """What is known of the lane here."""
+        return self.before or {"starts": self.starts, "steps": self.steps, "lost": self.lost}
+
+    def go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave, with the state of the rollout, if there is one, or another start."""
+        self.before = dict(state) if "rollout" in state else None
+        self.starts, self.steps, self.lost = state["starts"] - ("rollout" in state), state["steps"], state["lost"]
 
     def fail(self, failure: Mapping[str, Any]) -> int:
         """Take an error that the worker told of: how many transitions were under way."""
@@ -256,11 +275,48 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
-        self.begin_lanes()
-        self.lanes = [self._lane(link.index, env, 0) for link, env in zip(self.remotes, self.envs, strict=True)]
-        for link, lane in zip(self.remotes, self.lanes, strict=True):
+        self.lanes = self.lanes or self._tokens()
+        for link, lane in zip(self.remotes, self.begin_lanes(), strict=True):
             link.lane = lane
             yield lane
+
+    def begin_at(self, vector_steps: int) -> None:
+        super().begin_at(vector_steps)
+        self.lanes = self._tokens()
+
+    def _tokens(self) -> list[TurnToken]:
+        lanes = [self._lane(link.index, env, 0) for link, env in zip(self.remotes, self.envs, strict=True)]
+        for lane, env in zip(lanes, self.envs, strict=True):
+            lane.observation_spaces = self._spaces
+            if isinstance(self.kind, OneAgent):
+                lane.layout = self.kind.layout(self, lane.index, env, self.seed)
+        return lanes
+
+    def get_state(self) -> list[Any]:
+        """The states of every lane's environments; those of their rollouts are in the lanes' tokens then."""
+        for link in self.remotes:
+            link.lane.elsewhere = link.get_state() | {
+                "states": self._states_of.get(link.index),
+                "reports": [[sequence, states] for sequence, lane, states in self._reports if lane == link.index],
+            }
+        states = super().get_state()
+        return [
+            self.states_before[link.index] if link.before is not None else each
+            for link, each in zip(self.remotes, states, strict=True)
+        ]
+
+    def go_on_from(self, states: Sequence[Any], order: Sequence[int] | None) -> None:
+        super().go_on_from(states, order)
+        for link, lane in zip(self.remotes, self.lanes, strict=True):
+            before = lane.elsewhere
+            link.go_on_from(before)
+            if before["states"] is not None:
+                self._states_of[link.index] = before["states"]
+            self._reports += [(sequence, link.index, each) for sequence, each in before["reports"]]
+        if self._states_of:
+            self.hand_on([pipeline.get_state() for pipeline in self.acting.pipelines])
+        if not self.keeps_order:
+            self._merge(self._reports)
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every worker's connectors take over states before its next turn."""
@@ -284,8 +340,22 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
             "seed": seed_for(self.seed, "restart", starts) if starts else self.seed,
             "slot_seeds": tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         }
-        versions, is_shared = loaded_versions(self.acting), not self.kind.has_several
-        return LanePlan(environments, token.sequence, token.step, self.lookback, self.how, versions, is_shared)
+        state, first_step, link = None, token.step, self.remotes[lane]
+        if link.before is not None:
+            state, first_step = {**link.before, "environments": self.states_before[lane]}, link.before["first_step"]
+            link.before = None
+        return LanePlan(
+            environments,
+            token.sequence,
+            first_step,
+            self.lookback,
+            self.how,
+            loaded_versions(self.acting),
+            is_shared=not self.kind.has_several,
+            name=token.name,
+            state=state,
+            records=self.records_actions,
+        )
 
     # Inside
 

@@ -14,7 +14,7 @@ from rollflow.nodes.offloaded.lane_rollout import AnyActing, Drained, LanePlan, 
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
 from rollflow.nodes.offloaded.rollout_processes import BUSY, MARK, PROGRESS, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
-from rollflow.stream.data.packing import unpack
+from rollflow.stream.data.packing import pack, unpack
 
 
 class RolloutServer(LaneServer):
@@ -43,6 +43,8 @@ class RolloutServer(LaneServer):
             if self._rollout is not None:
                 self._rollout.take_states(unpack(SharedBlock(asked.number, asked.fd).taken().tobytes()))
             return b""
+        if kind is FrameKind.STATE and self._rollout is not None:
+            return frame_with(FrameKind.DONE, pack(self._rollout.get_state(), "the state of a rollout"))
         if kind is FrameKind.SET_UP:
             self._progress = self.phase.memory[PROGRESS]
             self._busy = self._progress[BUSY].data  # quicker than the array

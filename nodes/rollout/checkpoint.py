@@ -263,6 +263,7 @@ def layout_of(environments: Any) -> State:
         "fragment_length": environments.fragment_length,
         "lookback": environments.lookback,
         "deterministic": environments.keeps_order,
+        "does": environments.does,
         "autoreset": str(getattr(environments.envs[0], "metadata", {}).get("autoreset_mode")),
         "agents": [[list(agents), described(seen), described(done)] for agents, seen, done, _ in environments.parts],
     }

@@ -136,7 +136,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
             if options.checkpoints is not None:
-                self._check_place("checkpoints are", _IN_ORDER[:-1])
+                self._check_place("checkpoints are", _IN_ORDER)
             if isinstance(schedule, Recording):
                 self._check_place("Watch(record=…) is", _IN_ORDER[:3])
             if isinstance(schedule, Replay):
@@ -662,8 +662,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             return {
                 "acting": copied(acting.get_state()),
                 "pipelines": {name: copied(pipeline.get_state()) for name, pipeline in self._saved_pipelines()},
+                "environments": environments.get_state(),  # whole rollouts elsewhere say those of their lanes with it
                 "lanes": [state_of_lane(lane) for lane in environments.lanes],
-                "environments": environments.get_state(),
                 "vector_steps": environments.vector_steps,
                 "first_step": environments.lanes[0].first_step,
                 "credits": self._credits.get_state(),

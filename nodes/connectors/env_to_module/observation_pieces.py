@@ -618,6 +618,15 @@ class MeanStdFilter(ConnectorV2):
         for each in self._of_agents.values():
             each.reset_state()
 
+    def count_as(self, name: str) -> None:
+        """Count as the filter of this name from now on, and go on from its counts, if they are among the others'."""
+        state = self.get_state()
+        self._id, self._own = name, RunningStatistics(self._size)
+        if state and not self.multi_agent:
+            self.set_state(state)
+        for each in self._of_agents.values():
+            each.count_as(name)
+
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """The counts of this filter and of all others, each from the state that has most of it."""
         if self.multi_agent:

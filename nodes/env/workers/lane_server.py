@@ -77,7 +77,7 @@ class LaneServer:
         if kind is FrameKind.RESET:
             return self._agents_reset() if self._has_several else self._reset(asked)
         if kind is FrameKind.STATE:
-            return frame_with(FrameKind.DONE, pack({"states": self._env.get_state()}, "the environments' states"))
+            return frame_with(FrameKind.DONE, pack({"environments": self._env.get_state()}, "the environments' states"))
         if kind is FrameKind.BLOCK:
             memory = SharedBlock(asked.number, asked.fd).taken()
             if self._has_several:

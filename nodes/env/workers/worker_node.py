@@ -121,6 +121,10 @@ class LaneLink(LaneStatus, abc.ABC):
         """The words for what the worker is late with, and more if it is known."""
         return text
 
+    def states_in(self, fields: Mapping[str, Any]) -> Any:
+        """The states of the environments in an answer."""
+        return fields["environments"]
+
     def fail(self, failure: Mapping[str, Any]) -> int:
         """Take an error that the worker told of: how many transitions are lost by it, those of `lose` left out."""
         return 0
@@ -303,15 +307,20 @@ class WorkerNode(LanesElsewhere):
         if failed := [each for each in states.values() if isinstance(each, Exception)]:
             raise failed[0]
         lost = "its worker process was lost"
-        return [states.get(link.index) or [{"restart": link.reason or lost}] for link in self.remotes]
+        restart = [[{"restart": link.reason or lost}] if link.starts else [] for link in self.remotes]
+        return [states.get(link.index) or anew for link, anew in zip(self.remotes, restart, strict=True)]
 
     def _state_of(self, link: LaneLink) -> Any:
         """What a lane's worker says of its environments, or the error that it tells of; None: it is lost."""
         while link.phase is LanePhase.READY and (frames := link.receive()) is not None:
+            for answer in frames:
+                if answer.kind is FrameKind.FAILED:
+                    return refusal(RaisedError.in_fields(unpack(answer.payload)), link)
+                if answer.kind is FrameKind.DONE:
+                    return link.states_in(unpack(answer.payload))
+                link.take(answer)
             if frames:
-                fields = unpack(frames[0].payload)
-                is_error = frames[0].kind is FrameKind.FAILED
-                return refusal(RaisedError.in_fields(fields), link) if is_error else fields["states"]
+                continue
             if not is_readable(link.sock, self.reset_timeout):
                 text = f"the state of its environments was not said for {self.reset_timeout:g} s"
                 for _ in self._process_lost(link.worker, {each.index: text for each in link.worker.links}):

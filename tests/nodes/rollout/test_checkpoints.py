@@ -113,6 +113,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "threads": {"lanes": 2, "where": "threads"},
     "processes": {"lanes": 3, "where": "processes", "workers": 2, "deterministic": True},
     "ahead in processes": {"prefetch": 1, "lanes": 2, "deterministic": True, "where": "processes", "env": Walk},
+    "rollouts": {"where": "rollouts", "workers": 1, "env_to_module_connector": filtered},
+    "rollouts in order": {"lanes": 3, "where": "rollouts", "workers": 2, "deterministic": True, "lookback": 2}
+    | {"env_to_module_connector": filtered},
+    "ahead in rollouts": {"prefetch": 1, "lanes": 2, "deterministic": True, "where": "rollouts", "workers": 2}
+    | {"env": Walk, "env_to_module_connector": filtered},
     "replayed": {"env": Walk},
     "replayed in the next step": {"env": Walk, "autoreset_mode": "NextStep"},
     "ahead": {"prefetch": 2, "lanes": 2, "deterministic": True, "env_to_module_connector": filtered},
@@ -246,7 +251,7 @@ def test_infos_of_ended_episodes_go_on_in_fragments_that_were_ready(tmp_path: Pa
         assert first + [infos(each) for each in resumed.fragments()] == whole
 
 
-@pytest.mark.parametrize("where", ["inline", "processes"])
+@pytest.mark.parametrize("where", ["inline", "processes", "rollouts"])
 def test_environments_that_cannot_be_read_begin_anew_and_say_so(where: str, tmp_path: Path, caplog: Any) -> None:
     with (run := begun(Walk, lanes=1, where=where)):
         for _ in run.batches():
@@ -425,8 +430,9 @@ def test_a_run_whose_slots_step_apart_is_refused_in_words(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_lane_whose_worker_is_lost_is_saved_as_one_that_begins_anew(tmp_path: Path) -> None:
-    with (run := begun(Walk, lanes=2, where="processes", workers=2)):
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_a_lane_whose_worker_is_lost_is_saved_as_one_that_begins_anew(where: str, tmp_path: Path) -> None:
+    with (run := begun(Walk, lanes=2, where=where, workers=2)):
         batches = run.batches()
         next(batches)
         environments = run.environments
@@ -441,8 +447,9 @@ def test_a_lane_whose_worker_is_lost_is_saved_as_one_that_begins_anew(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_say_its_state_begins_anew(tmp_path: Path) -> None:
-    with (run := begun(Stuck, lanes=2, where="processes", workers=2, timeouts=Timeouts(reset=1.0))):
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_a_worker_that_does_not_say_its_state_begins_anew(where: str, tmp_path: Path) -> None:
+    with (run := begun(Stuck, lanes=2, where=where, workers=2, timeouts=Timeouts(reset=1.0))):
         batches = run.batches()
         next(batches)
         run.save(tmp_path)
@@ -706,8 +713,6 @@ def test_what_is_captured_does_not_change_while_it_is_written(tmp_path: Path) ->
 
 def test_what_can_not_be_saved_is_refused_before_the_run(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(ValueError, match=r"checkpoints are for environments that step here, .* RolloutProcesses"):
-        begun(where="rollouts", workers=1, checkpoints=checkpoints)
     run = begun(checkpoints=checkpoints)
     with pytest.raises(ValueError, match=r"attach\(optimizer=…\) is given 3, expected an object with state_dict"):
         run.attach(optimizer=3)
