@@ -46,8 +46,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/metrics": (576, 10),  # returns that go on; columns on a device
     "nodes/modules": (1727, 31),  # versions told when loaded; weights of rounds marked; weights that wait
     "nodes/offloaded": (1862, 25),  # turns in order, and their states; turns in order, and their states
-    "nodes/policies": (1928, 9),  # numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2554, 28),  # whole rollouts in order; runs recorded, and replayed; what an earlier run has lost
+    "nodes/policies": (1934, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
+    "nodes/rollout": (2559, 28),  # generators of GPUs; whole rollouts in order; runs recorded, and replayed
     "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (812, 20),

@@ -250,10 +250,9 @@ def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
 
 def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
     is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and value.dtype is torch.bfloat16:
-        array: NDArray[Any] = np.empty(0, object)
-    else:
-        array = value.detach().cpu().numpy() if is_tensor else np.asarray(value)
+    if is_half := is_tensor and value.dtype is torch.bfloat16:  # which numpy lacks
+        value = value.detach().view(torch.int16)
+    array: NDArray[Any] = value.detach().cpu().numpy() if is_tensor else np.asarray(value)
     if array.dtype.name not in _DTYPES:
         raise PolicyError(
             f"{where}: {value.dtype} can't be saved, expected one of {', '.join(sorted(_DTYPES))}; a piece's get_state "
@@ -262,6 +261,8 @@ def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
     if where in arrays:
         raise PolicyError(f"{where}: two arrays have this name, expected keys that differ as text")
     arrays[where] = np.array(array, array.dtype.newbyteorder("="), order="C")
+    if is_half:
+        return {"$bfloat16": where}
     return {"$tensor" if is_tensor else "$scalar" if isinstance(value, np.generic) else "$array": where}
 
 
@@ -269,6 +270,10 @@ def _array(name: Any, where: str, arrays: ArraysByName) -> NDArray[Any]:
     if name not in arrays:
         raise PolicyError(f"{where}: there is no array {name!r}; the file has: {', '.join(sorted(arrays)) or 'none'}")
     return arrays.pop(name)
+
+
+def _tensor(name: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> torch.Tensor:
+    return torch.from_numpy(_array(name, where, arrays))
 
 
 def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> dict[Any, Any]:
@@ -285,6 +290,9 @@ _READERS: dict[str, _Reader] = {
     "$float": lambda value, where, arrays, allow: _FLOATS[value],
     "$array": lambda value, where, arrays, allow: _array(value, where, arrays),
     "$tensor": lambda value, where, arrays, allow: torch.from_numpy(_array(value, where, arrays)),
+    "$bfloat16": lambda value, where, arrays, allow: torch.from_numpy(_array(value, where, arrays)).view(
+        torch.bfloat16
+    ),
     "$scalar": lambda value, where, arrays, allow: _array(value, where, arrays)[()],
     "$tuple": lambda value, where, arrays, allow: tuple(from_plain(value, where, arrays, allow)),
     "$dict": _pairs,

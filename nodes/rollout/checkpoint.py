@@ -289,15 +289,20 @@ def kept_of(keywords: Mapping[str, Any]) -> State:
 
 
 def generators() -> State:
-    """The states of the shared generators of Python, numpy and torch."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    """The states of the shared generators of Python, numpy and torch, on GPUs as well if they are in use."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    cuda: Any = torch.cuda
+    return {**state, "cuda": cuda.get_rng_state_all() if cuda.is_initialized() else []}
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Set the shared generators of Python, numpy and torch."""
+    """Set the shared generators of Python, numpy and torch: of as many GPUs as there are."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, device)
 
 
 # Files

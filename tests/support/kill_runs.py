@@ -42,6 +42,7 @@ from rollflow import (
     minibatches,
 )
 from rollflow.nodes import Linear, PrevActionsPrevRewards
+from rollflow.nodes.connectors.common.batches import as_array
 from rollflow.sinks import Prioritized, SampledNStepReturns, SamplesPerInsert
 from rollflow.sinks.replay import row_index
 from rollflow.stream.data.tree import leaves_of
@@ -110,7 +111,7 @@ def digest(values: Mapping[str, Any]) -> str:
     for name, value in sorted(values.items()):
         found.update(name.encode())
         for leaf in leaves_of(value):
-            found.update(np.ascontiguousarray(leaf.numpy() if torch.is_tensor(leaf) else leaf).tobytes())
+            found.update(np.ascontiguousarray(as_array(leaf)).tobytes())
     return found.hexdigest()
 
 

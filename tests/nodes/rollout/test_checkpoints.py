@@ -1,7 +1,6 @@
 """Checkpoints: a run that was saved and goes on gives what it would have given, and loses and doubles nothing."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -24,18 +23,18 @@ import pytest
 import torch
 import walk_env
 from hypothesis import given, settings, strategies as st
+from kill_runs import digest
 from numbered_env import NumberedEnv
 from remote_hosts import hosting
 from together import Together
 from walk_env import Stuck, Walk
 
-from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, Rollout, Timeouts
+from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RLModule, Rollout, Timeouts
 from rollflow.nodes import RandomModule
 from rollflow.nodes.rollout.checkpoint import RUN, read
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.infos import copied
-from rollflow.stream.data.tree import leaves_of
 
 ROUNDS, STOP = 8, 3
 ELSEWHERE = {"prefetch": [0, 1, 2], "where": ["inline", "threads"]}
@@ -56,16 +55,6 @@ class Numbers(NumberedEnv):
             setattr(self, name, state[name])
         bits = self.np_random.bit_generator
         bits.state = {**bits.state, "state": state["drawn"]}
-
-
-def digest(values: Any) -> str:
-    """A digest of tensors and arrays, with their names."""
-    found = hashlib.sha256()
-    for name, value in sorted(values.items()):
-        found.update(name.encode())
-        for leaf in leaves_of(value):
-            found.update(np.ascontiguousarray(leaf.numpy() if torch.is_tensor(leaf) else leaf).tobytes())
-    return found.hexdigest()
 
 
 def update(rollout: Rollout, optimizer: Any, batch: Any) -> None:
@@ -143,6 +132,31 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Pa
     assert first + rest[:-1] == whole[:-1]
     if not options.get("prefetch"):  # how far it is ahead in the end depends on the machine
         assert rest[-1] == whole[-1]
+
+
+class Half(RLModule):
+    """It has weights of a type that numpy lacks, in its optimizer as well."""
+
+    def setup(self) -> None:
+        self.layers = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+
+    def _forward(self, batch: Any, **kwargs: Any) -> Any:
+        found = self.layers(batch["obs"].bfloat16()).float()
+        return {"action_dist_inputs": found[:, :2], "vf_preds": found[:, 2]}
+
+
+def test_weights_of_half_precision_and_gpus_generators_go_on(tmp_path: Path, monkeypatch: Any) -> None:
+    expected = list(learnt(begun(module=Half), 3))
+    of_gpus = [torch.tensor([7, number], dtype=torch.uint8) for number in range(3)]
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: of_gpus)
+    first = list(learnt(begun(module=Half, checkpoints=Checkpoints(tmp_path)), 1))[:1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.append((state.tolist(), device)))
+    assert first + list(learnt(Rollout.resume(tmp_path, module=Half), 2)) == expected
+    assert found == [([7, 0], 0), ([7, 1], 1)]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
