@@ -14,7 +14,6 @@ from rollflow.sinks.trainer.messages import LANE_NEWS, RolloutDescription
 from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.rounds import Rounds
-from rollflow.sinks.trainer.stream_log import StreamLog
 from rollflow.sinks.trainer.uplink import NOTHING
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text, shown
@@ -39,7 +38,6 @@ class TrainerListener:
 
     endpoint    that sources dial
     rounds      say how far sources may run ahead
-    log         has the arrival of items in its trace
 
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
@@ -51,7 +49,7 @@ class TrainerListener:
     weights    newest weights, for all sources
     """
 
-    def __init__(self, endpoint: Endpoint, rounds: Rounds, log: StreamLog) -> None:
+    def __init__(self, endpoint: Endpoint, rounds: Rounds) -> None:
         self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, RolloutConnection, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
@@ -62,7 +60,7 @@ class TrainerListener:
         self.come: set[bytes] = set()
         self.refusals = self._loop.refusals
         self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
-        self._rounds, self._log = rounds, log
+        self._rounds = rounds
         self.weights = NewestWeights(self.wake)
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
@@ -142,7 +140,6 @@ class TrainerListener:
     def close(self, reason: str | None, failure: str | None = None) -> None:
         """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
         self._parting, self._failure, self._is_closing = reason, failure, True
-        self._log.be_at(None)
         self.wake()
         if self._thread is not None:
             self._thread.join()
@@ -246,7 +243,6 @@ class TrainerListener:
                     arrived = source.read(event if peer.borrower is None else peer.borrower.fragment(event))
                 self.weights.raise_to(arrived.policy_version or 0)
                 self.arrived.append(arrived)
-                self._log.arrives(arrived, now)
             case wire.Metrics():
                 told = LANE_NEWS(event.metrics, "metrics")
                 if told["lanes"] is not None:

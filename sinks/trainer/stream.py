@@ -20,7 +20,7 @@ from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weig
 from rollflow.sinks.trainer.newest_weights import checked_id, copied_weights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife, RolloutPeer, number_in
 from rollflow.sinks.trainer.rounds import OnExcess, Present, Rounds
-from rollflow.sinks.trainer.stream_log import MAKES, UPDATE, WAITS, StreamLog
+from rollflow.sinks.trainer.stream_log import StreamLog
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
@@ -83,8 +83,8 @@ class TrainerStream:
                                "manual": when `ack` is called, as a rule after a checkpoint
         limits                 of frames, times and bytes under way
         log                    as for `Rollout`; `stream.log(name, value)` logs one's own figures
-        watch                  `Watch`, as for `Rollout`: how often rows of the log are written, a trace, and what the
-                               learner pieces log into. There is no stall doctor here
+        watch                  `Watch`, as for `Rollout`: how often rows of the log are written, and what the learner
+                               pieces log into. There is no stall doctor here, and no trace
 
         address    listened on, with its port, once the block is entered: for `feed`, or as text, `str(address)`
         handed     records of the items in the batch that was handed over last
@@ -125,6 +125,8 @@ class TrainerStream:
         self.metrics = metrics_of(checked_record("watch", watch, Watch))
         if watch.on_stall != "log":
             raise ValueError(f"on_stall is {watch.on_stall!r}, expected 'log': a trainer's stream has no stall doctor")
+        if watch.trace is not None:
+            raise ValueError("trace of Watch is of a rollout, expected it there: that has the wait for a trainer, too")
         if watch.record is not None or watch.replay is not None:
             raise ValueError("record and replay of Watch are for a loop over a rollout; expected neither here")
         self._gives_batches = batches is not None
@@ -133,8 +135,8 @@ class TrainerStream:
         self._join_timeout = awaited.join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last, with what was left out before
         self._closing, self._state = ExitStack(), "new"
-        self.log = StreamLog(self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace))
-        self._listener = TrainerListener(self._endpoint, self._rounds, self.log)
+        self.log = StreamLog(self, LogOptions(log, watch.log_every, watch.log_x))
+        self._listener = TrainerListener(self._endpoint, self._rounds)
         self._awaited, self._acks = awaited.count, ack == "auto"
         self._has_begun = self._expects_no_more = False
 
@@ -310,7 +312,6 @@ class TrainerStream:
         if self._state != "running":
             raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
         self._listener.open()
-        self.log.be_at(WAITS)
         self._move_on()
         return WaitReminder(self._join_timeout)
 
@@ -337,11 +338,7 @@ class TrainerStream:
             if not arrived:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they are taken again, and the next try raises again.
-            self.log.be_at(MAKES)
-            try:
-                item = self._item_maker.item_of(arrived)
-            finally:
-                self.log.be_at(WAITS)
+            item = self._item_maker.item_of(arrived)
             del self._rounds.taken[: len(arrived)]
             if item is not None:
                 break
@@ -352,7 +349,6 @@ class TrainerStream:
             self._rounds.mask(item, arrived, version)
         self._listener.weights.note_batch()
         self.handed = [BatchItem.of(each, version) for each in arrived]
-        self.log.be_at(UPDATE, arrived)
         self.log.take(self.handed)
         self._be_at(arrived)
         return item

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Record = Callable[[int, int], None]  # (begin, end) of a span, in ns on the clock `perf_counter_ns`
 
 MOST_SPANS = 1 << 19  # that wait to be written
-MOST_ARROWS = 4096  # fragments, or items made of them, whose arrows may still begin or end
+MOST_ARROWS = 4096  # fragments whose arrows may still begin or end
 MOST_BYTES = 1 << 30  # of a trace, before it is compressed: a browser hardly opens a larger one
 _BEGIN = b'[\n{"ph": "M"'  # of a file: names come first
 _FIELDS = 3
@@ -203,7 +203,6 @@ def _is_trace(path: Path) -> bool:
 
 
 FragmentName = tuple[int, int]  # its lane, and its number there
-Item = Hashable  # a fragment's name, or that of another item
 
 
 class FragmentTrace:
@@ -218,7 +217,7 @@ class FragmentTrace:
     def __init__(self, trace: Trace, prefix: str = "") -> None:
         self._trace, self._prefix = trace, prefix
         self._begun: dict[int, int] = {}  # lane -> when its fragment began, as far as the trace saw it
-        self._arrows: dict[Item, int] = {}  # number of each one's arrow
+        self._arrows: dict[FragmentName, int] = {}  # number of each one's arrow
         self._steps: dict[tuple[int, str], Record] = {}
         self._updates = 0
         self._lock = Lock()  # of the arrows
@@ -242,37 +241,28 @@ class FragmentTrace:
         if began is None:
             return
         args = {"rows": int(fragment.num_rows), "steps": int(fragment.num_steps)}
-        self.made((lane, sequence), self._track(lane), f"fragment {sequence}", began, args)
-
-    def made(self, item: Item, track: str, name: str, began: int, args: Mapping[str, Any]) -> int:
-        """Record an item that a track has had in the making from a time on until now; this time."""
-        now = max(began, perf_counter_ns())
+        track = self._track(lane)
         # A viewer takes the longer of two spans that begin together for the outer one only where it begins first.
-        self._trace.span(track, name, began - 1, now, args)
+        self._trace.span(track, f"fragment {sequence}", began - 1, max(began, perf_counter_ns()), args)
         with self._lock:
-            number = self._arrows[item] = next(self._trace.arrows)
+            number = self._arrows[lane, sequence] = next(self._trace.arrows)
             while len(self._arrows) > MOST_ARROWS:
                 del self._arrows[next(iter(self._arrows))]
         self._trace.flow("s", track, number, began)
-        return now
 
     def update(self, fragments: Iterable[FragmentName], began: int, end: int) -> None:
         """Record the reader's work on a batch of fragments."""
         used = list(fragments)
         args = {"fragments": [f"{self._track(lane)}: {sequence}" for lane, sequence in used]}
-        self.update_of(used, "caller", began, end, args)
-
-    def update_of(self, items: Iterable[Item], track: str, began: int, end: int, args: Mapping[str, Any]) -> None:
-        """Record the work of a track on a batch of items."""
-        self._trace.span(track, f"update {self._updates}", began, end, args)
+        self._trace.span("caller", f"update {self._updates}", began, end, args)
         self._updates += 1
-        for item in items:
-            self.used(item, track, min(began + 1, end))  # at its begin what was before may not have ended
+        for fragment in used:
+            self.used(fragment, "caller", min(began + 1, end))  # at its begin what was before may not have ended
 
-    def used(self, item: Item, track: str, at: int) -> None:
-        """Record that an item was used by what a track has a span of at that time."""
+    def used(self, fragment: FragmentName, track: str, at: int) -> None:
+        """Record that a fragment was used by what a track has a span of at that time."""
         with self._lock:
-            number = self._arrows.get(item)
+            number = self._arrows.get(fragment)
         if number is not None:  # else the trace has not seen it begin
             self._trace.flow("f", track, number, at)
 

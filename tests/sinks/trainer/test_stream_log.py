@@ -1,20 +1,15 @@
-"""What a trainer's stream logs, and the trace of its loop."""
+"""What a trainer's stream logs."""
 
 import json
 import socket
-import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from feeding_rollouts import fed, rollout_of, trainer
-from numbered_module import NumberedModule
-from traces import arrows, assert_valid, events_of, processes, tracks
 
 from rollflow import TrainerStream, Watch
-from rollflow.sinks import Batches
-from rollflow.stream.data.errors import MetricsError, RunError
+from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.observe.run_socket import snapshots
 
 
@@ -63,57 +58,11 @@ def test_a_log_that_cannot_be_opened_closes_the_socket() -> None:
     assert [each.fileno() for each in stream._listener.sockets] == [-1]
 
 
-def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> None:
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    before = set(threading.enumerate())
-    stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{port}", watch=Watch(trace=folder / "run.trace"))
-    folder.rmdir()
-    with pytest.raises(FileNotFoundError):
-        stream.__enter__()
-    assert set(threading.enumerate()) <= before
-    with socket.create_server(("127.0.0.1", port)):
-        pass
-
-
-def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Path) -> None:
-    rollout = rollout_of(range(4), lanes=2, num_fragments=3, watch=Watch(trace=str(tmp_path / "feed.trace.gz")))
-    batches = Batches(fragments=2)
-    stream = trainer(yields=batches, module=NumberedModule(), watch=Watch(trace=str(tmp_path / "trainer.trace")))
-    with fed(stream, rollout, name="sim"):
-        assert sum(1 for _ in stream) == 3
-    of_trainer, of_feed = events_of(tmp_path / "trainer.trace"), events_of(tmp_path / "feed.trace.gz")
-    for events in (of_trainer, of_feed):
-        assert_valid(events)
-    assert processes(of_trainer) == [f"rollflow TrainerStream {stream.address}"]
-    here = tracks(of_trainer)
-    (arrivals,) = [name for name in here if name.startswith("from sim (tcp://")]
-    names = [each["name"] for _, _, each in here["loop"]]
-    assert [name for name in names if name.startswith("update")] == ["update 0", "update 1", "update 2"]
-    assert names.count("makes its batch") == 3
-    assert {each["args"]["steps"] for _, _, each in here[arrivals]} == {16}
-    expected = [(arrivals, ("loop", f"update {number // 2}")) for number in range(6)]
-    assert [(begins[0], ends) for begins, ends in arrows(of_trainer)] == expected
-    assert processes(of_feed) == ["rollflow feed"]
-    assert {f"rollout/lane {lane}" for lane in range(2)} <= tracks(of_feed).keys()
-
-
-def test_a_batch_that_can_not_be_made_is_not_made_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = trainer(watch=Watch(trace=str(tmp_path / "trainer.trace")))
-    monkeypatch.setattr(stream._item_maker, "item_of", Mock(side_effect=RunError("none can be made")))
-    with fed(stream, rollout_of([0], num_fragments=1)), pytest.raises(RunError, match="none can be made"):
-        next(iter(stream))
-    names = [each["name"] for _, _, each in tracks(events_of(tmp_path / "trainer.trace"))["loop"]]
-    assert names[-2:] == ["makes its batch", "waits for a batch"]
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"log": "nowhere"}, "kinds: jsonl, "),
-        ({"watch": Watch(trace="none/run.trace")}, "expected a file in a folder that is there"),
+        ({"watch": Watch(trace="run.trace")}, "trace of Watch is of a rollout, expected it there"),
     ],
     ids=["log", "trace"],
 )
