@@ -211,6 +211,7 @@ ENVS: dict[str, Way] = {
     "minatar": Way(minatar),
     "lander": Way("LunarLander-v3", {"env_to_module_connector": filtered}),
     "replay": Way("CartPole-v1", {"module_to_env_connector": greedy}, learnt=learnt_from_replay),
+    "minatar replay": Way(minatar, {"module_to_env_connector": greedy}, learnt=learnt_from_replay),
     "cloning": Way("CartPole-v1", {"num_envs": 1}, learnt=learnt_from_dataset),
     "control": Way(controlled, {"env_to_module_connector": filtered}),
 }
