@@ -59,9 +59,9 @@ class DatasetSource(IterableDataset[Any]):
         passes               how often each episode comes in a loop; None: for ever
         lookback             steps before a chunk that its episode shows, if a fragment begins within an episode;
                              None: as many as the learner pieces and the module need, and at least 1
-        rank, world_size     number of this process, and of all: each gets other episodes, and together they get all
         episodes             numbers of the episodes that are read, such as `numpy.flatnonzero(summary.returns > 400)`,
-                             with the `summary` of a source without `episodes`; None: all
+                             with the `summary` of a source without `episodes`, or `range(rank, num_episodes, ranks)`,
+                             the share of one process; None: all
         module               passed to the learner pieces as `rl_module`; of several agents: module id -> module
         learner_connector    `lambda obs_space, act_space: piece or list of pieces`, before the default ones
 
@@ -69,7 +69,7 @@ class DatasetSource(IterableDataset[Any]):
         learner_pipeline     makes the batches
         observation_space    of what the module got, as stored
         action_space         of what it chose
-        num_episodes         that are read, cut ones included, by all ranks together
+        num_episodes         that are read, cut ones included
         num_steps            of these
         columns              name -> what is stored of each step, in JSON's types
         description          what `dataset.json` says, with the record of each run
@@ -101,8 +101,6 @@ class DatasetSource(IterableDataset[Any]):
         window_steps: int = 65_536,
         passes: int | None = 1,
         lookback: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
         episodes: Sequence[int] | Ints | None = None,
         module: Any = None,
         learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Any] | None = None,
@@ -114,9 +112,6 @@ class DatasetSource(IterableDataset[Any]):
         self._window_steps = checked_count("window_steps", window_steps, 1)
         self.passes = None if passes is None else checked_count("passes", passes, 1)
         self._lookback_asked = None if lookback is None else checked_count("lookback", lookback, 0)
-        self._rank, self._ranks = checked_count("rank", rank, 0), checked_count("world_size", world_size, 1)
-        if self._rank >= self._ranks:
-            raise ValueError(f"rank is {rank}, expected less than world_size, {world_size}")
         check_module(module)
         self._path = Path(path)
         self._store = _episodes_at(self._path)
@@ -148,7 +143,7 @@ class DatasetSource(IterableDataset[Any]):
 
     @property
     def num_episodes(self) -> int:
-        """Number of episodes that are read, cut ones included, by all ranks together."""
+        """Number of episodes that are read, cut ones included."""
         return len(self._episodes)
 
     @property
@@ -239,8 +234,6 @@ class DatasetSource(IterableDataset[Any]):
             "episodes": zlib.crc32(self._episodes.tobytes()),
             "shuffle_seed": self._seed,
             "window_steps": self._window_steps,
-            "rank": self._rank,
-            "world_size": self._ranks,
         }
 
     def _fragments(self, size: int, *, whole: bool) -> Iterator[StoredFragment | StoredAgents]:
@@ -260,7 +253,7 @@ class DatasetSource(IterableDataset[Any]):
                         yield StoredFragment(block, begin, end, **options)
                 if is_last:
                     self._at = number + 1, 0, 0
-        if number is None:  # the place was the end of a loop, or this share has no episodes
+        if number is None:  # the place was the end of a loop, or a worker's share has no episodes
             self._at = self._at[0] + 1, 0, 0
 
     def _begin_in_worker(self) -> None:
@@ -321,16 +314,15 @@ class DatasetSource(IterableDataset[Any]):
                 return
 
     def _windows(self, number: int) -> list[Ints]:
-        """The episodes of this share in a pass, window by window, in their order."""
+        """The episodes of a pass, window by window, in their order; in a `DataLoader`'s worker those of its share."""
         windows = windows_of(self._store.num_steps, self._episodes, self._window_steps)
         if self._seed is not None:
             generator = np.random.default_rng([self._seed, number])
             windows = [generator.permutation(windows[each]) for each in generator.permutation(len(windows))]
-        rank, ranks = self._rank, self._ranks
-        if (worker := get_worker_info()) is not None:
-            rank, ranks = rank * worker.num_workers + worker.id, ranks * worker.num_workers
-        firsts = np.cumsum([len(each) for each in windows]) - [len(each) for each in windows]
-        mine = [each[(rank - first) % ranks :: ranks] for each, first in zip(windows, firsts.tolist(), strict=True)]
+        if (worker := get_worker_info()) is None:
+            return windows
+        firsts, count = np.cumsum([0, *map(len, windows)]).tolist(), worker.num_workers
+        mine = [each[(worker.id - first) % count :: count] for each, first in zip(windows, firsts, strict=False)]
         return [each for each in mine if len(each)]
 
 

@@ -120,18 +120,6 @@ def test_a_loop_that_is_left_goes_on_in_the_next(path: Path, played: Played) -> 
     assert sorted(steps) == all_steps(played)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "seed"), [(2, None), (3, 4), (200, 4)])
-def test_ranks_get_disjoint_shares_that_cover_all(path: Path, played: Played, ranks: int, seed: int | None) -> None:
-    shares = [
-        [episode.id_ for episode in DatasetSource(path, shuffle_seed=seed, rank=rank, world_size=ranks).episodes()]
-        for rank in range(ranks)
-    ]
-    found = [id_ for share in shares for id_ in share]
-    assert sorted(found) == sorted(episode.id_ for episode in DatasetSource(path).episodes())
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def test_workers_of_a_data_loader_get_disjoint_shares(path: Path, played: Played) -> None:
     source = DatasetSource(path, batch_size=20, shuffle_seed=0, passes=2)
     loader: Any = DataLoader(source, batch_size=None, num_workers=2, multiprocessing_context="fork")
@@ -362,7 +350,7 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
         DatasetSink(path, metadata="x")  # type: ignore[arg-type]
     with DatasetSink(path) as sink, pytest.raises(DatasetError, match="a dataset takes fragments, got dict"):
         sink({})  # type: ignore[arg-type]
-    wrong = {"batch_size": 0, "passes": 0, "lookback": -1, "rank": 1, "window_steps": 0, "complete_episodes": 2}
+    wrong = {"batch_size": 0, "passes": 0, "lookback": -1, "window_steps": 0, "complete_episodes": 2}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             DatasetSource(path, **{name: value})  # type: ignore[arg-type]
