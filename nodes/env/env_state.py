@@ -206,14 +206,26 @@ def _is_same(one: Any, other: Any) -> bool:
     return np.array_equal(one, other, equal_nan=is_float)
 
 
-def _own_of(value: Any) -> Any:
-    """A copy of what an environment says of itself; integers that no message can have are text."""
+def _own_of(value: Any, where: str) -> Any:
+    """A copy of what an environment says of itself; integers that no message can have are text.
+
+    Raises EnvError, which names the part, for what no file can have.
+    """
     if isinstance(value, dict):
-        return {key: _own_of(each) for key, each in value.items()}
+        return {key: _own_of(each, f"{where}[{key!r}]") for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_own_of, value))
-    is_large = type(value) is int and not -(2**63) <= value < 2**63
-    return {_LARGE: str(value)} if is_large else _copied(value)
+        return type(value)(_own_of(each, f"{where}[{place}]") for place, each in enumerate(value))
+    is_plain = isinstance(value, np.ndarray) and not value.dtype.hasobject
+    if not (is_plain or value is None or isinstance(value, bool | int | float | str | np.generic)):
+        raise EnvError(
+            f"{where} is {type(value).__name__} {shown(value)}, which can't be saved; expected numbers, text, arrays, "
+            "and lists, tuples and dicts of them"
+        ).see("state of environments")
+    return {_LARGE: str(value)} if _is_large(value) else _copied(value)
+
+
+def _is_large(value: Any) -> bool:
+    return type(value) is int and not -(2**63) <= value < 2**63
 
 
 def _own_from(value: Any) -> Any:
@@ -242,7 +254,7 @@ class _Reader:
             drawn = getattr(owner, "_np_random", None)
             if isinstance(drawn, np.random.Generator):
                 inner["_np_random"] = {"generator": _as_text(_bits(drawn).state)}
-            return state | {"own": _own_of(owner.get_state()), "values": inner}
+            return state | {"own": _own_of(owner.get_state(), f"{where}.get_state()"), "values": inner}
         if not (self._any_class or type(owner).__module__.partition(".")[0] in _PACKAGES):
             raise self._unreadable(where, type(owner).__qualname__)
         if hasattr(owner, "clone_state"):
@@ -257,6 +269,8 @@ class _Reader:
 
     def value(self, value: Any, where: str) -> Any:
         """The value of an attribute, or of a part of one: as it is, or {its kind: …}."""
+        if _is_large(value):
+            return {_LARGE: str(value)}
         if value is None or isinstance(value, bool | int | float):
             return value
         if isinstance(value, str):
@@ -321,6 +335,8 @@ class _Writer:
         kind, of = next(iter(state.items()))
         if kind == _KEPT:
             return now
+        if kind == _LARGE:
+            return int(of)
         if kind == _SAME:
             return self._made[of]
         if kind == "object":

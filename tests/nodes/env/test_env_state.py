@@ -16,6 +16,7 @@ from rollflow.nodes.env import env_state
 from rollflow.nodes.env.env_state import RecordedEnv, set_state, state_of
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.stream import EnvError
+from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.data.tree import leaves_of
 
 Make = Callable[[], Any]
@@ -99,9 +100,9 @@ def play(env: Any, actions: Any) -> list[Any]:
 
 
 def sent(state: Any) -> Any:
-    """A state on its way through a file."""
+    """A state on its way through a file, and from a worker before."""
     arrays: dict[str, Any] = {}
-    text = json.dumps(to_plain(state, "env", arrays))
+    text = json.dumps(to_plain(unpack(pack(state)), "env", arrays))
     return from_plain(json.loads(text), "env", arrays)
 
 
@@ -161,6 +162,15 @@ def test_vector_environments_go_on_to_the_bit(mode: str) -> None:
 
 def test_an_environment_says_its_own_state_below_a_wrapper() -> None:
     check(lambda: gym.wrappers.TimeLimit(SaysIts(), 40))
+
+
+def test_a_generator_that_no_seed_made_goes_on() -> None:
+    first, other = pendulum(), pendulum()
+    first.reset()
+    other.reset()
+    set_state(other, sent(state_of(first)))
+    assert other.unwrapped.np_random_seed == first.unwrapped.np_random_seed >= 2**63
+    np.testing.assert_array_equal(first.reset()[0], other.reset()[0])
 
 
 def test_what_is_held_twice_is_one_thing_again() -> None:

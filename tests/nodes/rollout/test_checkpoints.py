@@ -26,6 +26,7 @@ from hypothesis import given, settings, strategies as st
 from kill_runs import digest
 from numbered_env import NumberedEnv
 from remote_hosts import hosting
+from remote_rollouts import await_that
 from together import Together
 from walk_env import Stuck, Walk
 
@@ -400,6 +401,44 @@ def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
             Rollout.resume(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: Any) -> tuple[Path, Path]:
+    """Two checkpoints in a folder."""
+    folder = tmp_path_factory.mktemp("run")
+    with (run := begun(lanes=2, env_to_module_connector=filtered)):
+        next(run.batches())
+        run.attach(live=Live())
+        return run.save(folder, keep=2), run.save(folder, keep=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_is_altered_or_missing_in_a_checkpoint_is_refused_in_words(data: Any, two: tuple[Path, Path]) -> None:
+    before, newest = two
+    file = data.draw(st.sampled_from(sorted(newest.iterdir())))
+    whole = file.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    altered = data.draw(
+        st.sampled_from(
+            [
+                None,
+                whole[:place],
+                whole + b"\n",
+                whole[:place] + bytes([whole[place] ^ 1 << data.draw(st.integers(0, 7))]) + whole[place + 1 :],
+                whole[:place] + whole[place + 1 :],
+                data.draw(st.binary(max_size=99)),
+            ]
+        )
+    )
+    file.unlink() if altered is None else file.write_bytes(altered)
+    try:
+        text = rf"{newest.name} can't be gone on from: .*{file.name}.*Rollout.resume\('{before}'\) is the one before"
+        with pytest.raises(CheckpointError, match=text):
+            Rollout.resume(newest.parent, env_to_module_connector=filtered)
+    finally:
+        file.write_bytes(whole)
+
+
 def test_what_a_kill_has_left_goes_and_the_newest_whole_one_is_named(tmp_path: Path) -> None:
     half = tmp_path / ".checkpoint-000000000007.new"
     half.mkdir()
@@ -607,6 +646,29 @@ def test_runs_that_are_killed_at_any_moment_are_those_that_never_stopped() -> No
     command = [sys.executable, "-m", "kill_runs", *ways, "--kills", "8", "--rounds", "12"]
     done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+EXAMPLE = "import sys, cartpole; cartpole.MAX_UPDATES = 30; cartpole.main(save_to=sys.argv[1], folder=sys.argv[2])"
+
+
+@pytest.mark.slow
+def test_the_example_that_is_killed_five_times_ends_with_the_same_weights(tmp_path: Path) -> None:
+    def life(name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", EXAMPLE, str(tmp_path / name), str(tmp_path / f"{name} run")]
+        return subprocess.Popen(command, cwd=SUPPORT.parents[1] / "examples", stdout=subprocess.DEVNULL)
+
+    with life("whole") as process:
+        assert process.wait() == 0
+    for _ in range(5):
+        there = {*tmp_path.glob("killed run/checkpoint-*")}
+        with life("killed") as process:
+            await_that(lambda seen=there: {*tmp_path.glob("killed run/checkpoint-*")} - seen)
+            process.kill()
+    assert not (tmp_path / "killed").exists()
+    with life("killed") as process:
+        assert process.wait() == 0
+    whole, killed = ((tmp_path / name / "module.safetensors").read_bytes() for name in ("whole", "killed"))
+    assert whole == killed
 
 
 BEHIND = PROGRAM.replace(
