@@ -1,4 +1,4 @@
-"""Saved policies: folders or .zip files."""
+"""Saved policies, which are folders."""
 
 import argparse
 from pathlib import Path

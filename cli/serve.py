@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 def _named(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not equals:
-        name, path = Path(text).name.removesuffix(".zip"), text
+        name, path = Path(text).name, text
     if not name or not path:
         raise ValueError(f"policy {text!r}, expected PATH or NAME=PATH")
     return name, path

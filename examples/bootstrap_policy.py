@@ -81,9 +81,9 @@ def main(seed: int = 0) -> float:
     module, env = bootstrapped(episodes, seed), old.NewCartPole()
     spaces: dict[str, Any] = {"observation_space": env.observation_space, "action_space": env.action_space}
     with tempfile.TemporaryDirectory() as folder:
-        Policy(module, **spaces).save(f"{folder}/new.zip")
+        Policy(module, **spaces).save(f"{folder}/new")
         shelf = Shelf()
-        shelf.put("new", Policy.load(f"{folder}/new.zip"), version="1")
+        shelf.put("new", Policy.load(f"{folder}/new"), version="1")
         with HttpServer(shelf, "127.0.0.1:0") as server, ThreadPoolExecutor(CLIENTS) as clients:
             returns = list(clients.map(lambda client: played(server.url, client), range(CLIENTS)))
         shelf.close()

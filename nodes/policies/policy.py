@@ -540,7 +540,7 @@ class Policy:
     # Saving
 
     def save(self, path: str | os.PathLike[str], *, onnx: bool = False) -> None:
-        """Write the policy to a folder, or to one file if the path ends in `.zip`, with the sessions left out.
+        """Write the policy to a folder, with the sessions left out.
 
             onnx    True: with an ONNX program of the whole policy, for `OnnxPolicy`, which needs no class of a module
 
@@ -794,8 +794,6 @@ class AgentPolicies:
         """
         if agent is not None or module_id is not None:
             return {path: self.of(self._acting.agent_of(module_id) if agent is None else agent, module_id, **options)}
-        if path.suffix == ".zip":
-            raise PolicyError(f"{path} is one file, expected a folder for the policies of all modules, or agent=…")
         ids = list(self._acting.versions())
         made = {path / folder_of(str(each)): self.of(self._acting.agent_of(each), each, **options) for each in ids}
         if len(made) < len(ids):

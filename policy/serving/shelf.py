@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollflow.nodes.policies.artifact_files import MANIFEST
 from rollflow.nodes.policies.policy import Policy, has_memory
 from rollflow.policy.serving.request import (
     Acted,
@@ -396,7 +397,7 @@ class WatchedPolicy:
 
         shelf     serves it
         name      by which clients ask for it
-        path      of the artifact, a folder or a `.zip`
+        path      of the artifact, a folder
         allow, device    as `Policy.load` takes them
 
     A path that can't be loaded is logged, and what was served before goes on.
@@ -407,7 +408,7 @@ class WatchedPolicy:
     ) -> None:
         self._shelf, self._name, self._path = shelf, name, Path(path)
         if not self._path.exists():
-            raise PolicyError(f"there is no policy at {self._path}, expected a folder or a .zip file")
+            raise PolicyError(f"there is no policy at {self._path}, expected its folder")
         self._options: dict[str, Any] = {"allow": allow, "device": device}
         self._seen = self._stamp()
         self._put()
@@ -432,7 +433,7 @@ class WatchedPolicy:
 
     def _stamp(self) -> _Stamp | None:
         try:
-            found = _manifest_of(self._path).stat()
+            found = (self._path / MANIFEST).stat()
         except OSError:
             return None  # it is being replaced
         return found.st_ino, found.st_mtime_ns, found.st_size
@@ -463,8 +464,4 @@ class Watcher:
 
 def version_of(path: Path) -> str:
     """The version of an artifact: twelve digits of the digest of its manifest, which has the checksums of the rest."""
-    return hashlib.sha256(_manifest_of(path).read_bytes()).hexdigest()[:12]
-
-
-def _manifest_of(path: Path) -> Path:
-    return path / "policy.json" if path.is_dir() else path
+    return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:12]

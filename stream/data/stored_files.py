@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,11 +79,11 @@ class StoredKind:
         checked: dict[str, Any] = manifest
         return checked
 
-    def read_manifest(self, root: Path | zipfile.Path) -> dict[str, Any]:
+    def read_manifest(self, root: Path) -> dict[str, Any]:
         """The fields of the manifest in a folder. Raises `error` if it is missing, altered or of another kind."""
         return self.manifest_of(self._read(root, self.manifest, _MOST_MANIFEST_BYTES), root / self.manifest)
 
-    def read_file(self, root: Path | zipfile.Path, name: str, files: Any) -> bytes:
+    def read_file(self, root: Path, name: str, files: Any) -> bytes:
         """The contents of a file. Raises `error` if it is missing, or not the one that `files` of the manifest says."""
         entry: Any = files.get(name) if isinstance(files, dict) else None
         size = entry.get("bytes") if isinstance(entry, dict) else None
@@ -111,10 +110,10 @@ class StoredKind:
             value = json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
         return value
 
-    def _read(self, root: Path | zipfile.Path, name: str, most: int) -> bytes:
+    def _read(self, root: Path, name: str, most: int) -> bytes:
         """The contents of a file. Raises `error`, before it is read, for one of more bytes."""
         file = root / name
-        if not file.is_file() or (isinstance(file, Path) and file.is_symlink()):  # which others may point elsewhere
+        if not file.is_file() or file.is_symlink():  # which others may point elsewhere
             raise self.error(f"{name} is missing in {root}, expected {self.noun}")
         with refused(f"{file} can't be read", error=self.error), file.open("rb") as opened:
             if (size := opened.seek(0, os.SEEK_END)) > most:

@@ -40,11 +40,9 @@ def test_show_says_what_a_policy_is(tmp_path: Path, shown: Says) -> None:
 
 
 def test_check_loads_a_policy_or_says_why_it_can_not(tmp_path: Path, refused: Says, shown: Says) -> None:
-    save(tmp_path / "p.zip", "listed")
-    assert "'drawn_policies:shifted' is not allowed to be imported" in refused("policy", "check", tmp_path / "p.zip")
-    assert "does what it did when it was saved" in shown(
-        "policy", "check", tmp_path / "p.zip", "--allow", "drawn_policies"
-    )
+    save(tmp_path / "p", "listed")
+    assert "'drawn_policies:shifted' is not allowed to be imported" in refused("policy", "check", tmp_path / "p")
+    assert "does what it did when it was saved" in shown("policy", "check", tmp_path / "p", "--allow", "drawn_policies")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,11 +57,3 @@ def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield value, key
         if isinstance(each, dict | list):
             yield from places_of(each)
-
-
-def write_zip(path: Path, entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
-    """Write a zip of these files."""
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    return path

@@ -4,13 +4,12 @@ import random
 import shutil
 import struct
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from altered_policies import FORBIDDEN, MOST_MEMORY, bounded_memory, change_arrays, no_change, sign, write_zip
+from altered_policies import FORBIDDEN, MOST_MEMORY, bounded_memory, change_arrays, no_change, sign
 from drawn_policies import drawn_policy
 
 from rollflow import Policy
@@ -20,12 +19,11 @@ from rollflow.stream import PolicyError
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a policy, and a zip of it beside it, `p` and `p.zip`."""
+    """A folder with a policy in the folder `p`."""
     folder = tmp_path_factory.mktemp("saved")
     policy = drawn_policy("box", "all", lstm=True)
     policy.trained_on = {"policy_version": 3}
     policy.save(folder / "p")
-    policy.save(folder / "p.zip")
     return folder
 
 
@@ -66,7 +64,7 @@ def test_what_is_no_policy_is_refused(kind: str, tmp_path: Path) -> None:
         path.mkdir()
     elif kind == "text":
         path.write_text("a shopping list")
-    with pytest.raises(PolicyError, match=r"there is no policy|is missing|can't be read as a zip"):
+    with pytest.raises(PolicyError, match=r"there is no policy|is missing|is a file, expected a policy's folder"):
         Policy.load(path)
 
 
@@ -173,26 +171,6 @@ BODIES += [struct.pack("<Q", len(each)) + each.encode() for each in HEADERS]
 def test_what_is_no_safetensors_file_is_refused(data: bytes) -> None:
     with bounded_memory(), pytest.raises(PolicyError, match=r"x.safetensors"):
         POLICY.arrays_of(data, "x.safetensors")
-
-
-# Zips
-
-
-def test_a_zip_bomb_is_not_unpacked(saved: Path, tmp_path: Path) -> None:
-    entries = {name: (saved / "p" / name).read_bytes() for name in ("policy.json", *ARRAYS)}
-    entries["module.safetensors"] = bytes(64 << 20)
-    path = write_zip(tmp_path / "p.zip", entries, zipfile.ZIP_DEFLATED)
-    with bounded_memory(), pytest.raises(PolicyError, match="is compressed, expected files as they are"):
-        Policy.load(path)
-
-
-@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/policy.json", "module.safetensors/../x", "evil.py"])
-def test_a_zip_with_other_paths_is_refused_and_writes_nothing(saved: Path, tmp_path: Path, name: str) -> None:
-    entries = {each: (saved / "p" / each).read_bytes() for each in ("policy.json", *ARRAYS)}
-    path = write_zip(tmp_path / "p.zip", entries | {name: b"evil"})
-    with pytest.raises(PolicyError, match="alone"):
-        Policy.load(path)
-    assert [each.name for each in tmp_path.iterdir()] == ["p.zip"]
 
 
 def test_a_link_is_not_followed(copied: Path, tmp_path: Path) -> None:

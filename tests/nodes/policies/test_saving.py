@@ -58,18 +58,15 @@ CASES += [("nested", "all", False, actions) for actions in ("box", "several", "d
 
 
 @pytest.mark.parametrize(("space", "pieces", "lstm", "actions"), CASES)
-def test_what_is_loaded_is_saved_as_the_same_bytes_in_a_folder_and_in_a_zip(
+def test_what_is_loaded_is_saved_as_the_same_bytes(
     space: str, pieces: str, lstm: bool, actions: str, tmp_path: Path
 ) -> None:
     policy = policy_of(space, actions, pieces, lstm=lstm)
-    policy.save(tmp_path / "a.zip")
-    from_zip = Policy.load(tmp_path / "a.zip", allow=ALLOW)
-    from_zip.save(tmp_path / "b")
     policy.save(tmp_path / "a")
+    loaded = Policy.load(tmp_path / "a", allow=ALLOW)
+    loaded.save(tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    Policy.load(tmp_path / "b", allow=ALLOW).save(tmp_path / "b.zip")
-    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
-    assert from_zip.trained_on == policy.trained_on
+    assert loaded.trained_on == policy.trained_on
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -157,16 +157,16 @@ def test_what_can_not_be_saved_is_told_before_anything_is_written(tmp_path: Path
     rollout = MultiAgentRollout(logged_agents, seed=3, **by_episode)
     with pytest.raises(ModuleError, match="which agents module 'idle' serves can't be told"):
         rollout.save_policy(tmp_path / "all")
-    with pytest.raises(PolicyError, match="is one file, expected a folder for the policies of all modules"):
-        rollout.save_policy(tmp_path / "all.zip")
+    with pytest.raises(PolicyError, match=r"walker.zip is one file, expected a folder: shutil.make_archive makes"):
+        rollout.save_policy(tmp_path / "walker.zip", module_id="walker")
     with pytest.raises(PolicyError, match="agent 'ann' may have another module in each episode"):
         rollout.save_policy(tmp_path / "ann", "ann")
     hidden = type("Hidden", (DefaultModule,), {"__module__": "__main__"})
     with pytest.raises(PolicyError, match="Hidden can't be imported"):
         rollout_over(logged_agents(), module={"cat": None, "walker": hidden}).save_policy(tmp_path / "all")
     assert not list(tmp_path.iterdir())
-    rollout.save_policy(tmp_path / "walker.zip", module_id="walker")
-    assert Policy.load(tmp_path / "walker.zip").trained_on["agent"] == "ann"
+    rollout.save_policy(tmp_path / "walker", module_id="walker")
+    assert Policy.load(tmp_path / "walker").trained_on["agent"] == "ann"
 
 
 def test_policies_of_a_rollout_over_pettingzoo_are_evaluated() -> None:

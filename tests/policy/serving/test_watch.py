@@ -25,9 +25,8 @@ def watched_at(path: Path, shelf: Shelf) -> WatchedPolicy:
     return WatchedPolicy(shelf, "pole", path, allow=["served_policies"])
 
 
-@pytest.mark.parametrize("name", ["saved", "saved.zip"])
-def test_what_is_saved_anew_takes_over(shelf: Shelf, tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
+def test_what_is_saved_anew_takes_over(shelf: Shelf, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
     watched = watched_at(path, shelf)
     assert (offset_of(shelf), watched.look()) == (1.0, False)
     policy_of(Echo, 2.0).save(path)
