@@ -37,7 +37,7 @@ BUDGETS = {  # folder -> code lines, classes
         1031,
         10,
     ),  # environments of tensors, and checks; columns, faults, memory on a device; JAX, and what it lacks; VMAS
-    "nodes/env": (2393, 28),  # states that no file can have are named; lanes in order; states of environments
+    "nodes/env": (2405, 28),  # gates that are shut; states that no file can have are named; lanes in order; states
     "nodes/env/remote": (1528, 14),  # hosts of another version refused
     "nodes/env/workers": (2449, 35),  # states of whole rollouts; states, order of lanes
     "nodes/external": (237, 3),  # an address checked before the thread starts
@@ -47,7 +47,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1727, 31),  # versions told when loaded; weights of rounds marked; weights that wait
     "nodes/offloaded": (1862, 25),  # turns in order, and their states; turns in order, and their states
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2559, 28),  # generators of GPUs; whole rollouts in order; runs recorded, and replayed
+    "nodes/rollout": (2577, 28),  # saved with a trainer; generators of GPUs; whole rollouts in order; records
     "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (811, 20),
@@ -56,12 +56,12 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
     "sinks/replay": (2054, 27),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2562, 25),  # record and replay refused; numbers of rollouts checked, that the trainer counts with
+    "sinks/trainer": (2766, 25),  # saved together, and given states; record and replay refused; numbers checked
     "stream": (64, 0),
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
     "stream/fragments": (1570, 20),  # columns by time and slot; a lane that goes on from another
-    "stream/graph": (2549, 34),  # stages that are wrapped; a look for Ctrl-C; a ring that stands still
+    "stream/graph": (2558, 34),  # starts wait for gates; stages that are wrapped; a look for Ctrl-C; rings stand still
     "stream/multi_agent": (1401, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1177, 17),

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from threading import get_ident
@@ -45,7 +46,8 @@ class LaneGate:
     def __init__(self) -> None:
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._changed: Callable[[], None] = nobody
-        self._is_shut = False  # to all lanes
+        self.is_shut = False  # to all lanes
+        self.stopped: set[int] = set()  # numbers of lanes that have come while it was shut last
 
     @property
     def limit(self) -> int:
@@ -63,7 +65,8 @@ class LaneGate:
         lane    here or in another process: has `index`, `at_start`, True before the first step of a fragment, and
                 `sequence`, the number of that fragment
         """
-        if self._is_shut:
+        if self.is_shut:
+            self.stopped.add(lane.index)
             return False
         if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
             return True
@@ -75,6 +78,17 @@ class LaneGate:
     def _lets_begin(self, lane: Any) -> bool:
         """True if the lane may begin its next fragment, which is counted then."""
         return True
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Block in which no lane goes on; `stopped` has those that have come. In the thread that the graph runs in."""
+        self.stopped, self.is_shut = set(), True
+        self._changed()
+        try:
+            yield
+        finally:
+            self.is_shut = False
+            self._changed()
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when a lane that was refused might be admitted."""

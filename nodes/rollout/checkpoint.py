@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, thread_time
@@ -46,6 +46,7 @@ from rollflow.stream.data.stored_files import StoredKind, checksums, link, write
 logger = logging.getLogger(__name__)
 
 RUN = StoredKind("rollflow checkpoint", 2, "checkpoint.json", "a checkpoint of a run", CheckpointError, oldest=2)
+TOGETHER = replace(RUN, name="rollflow trainer checkpoint", noun="a checkpoint of a trainer and its rollouts")
 _STATE, _MANIFEST = "checkpoint.safetensors", "manifest.json"
 _NAME = "checkpoint-"
 _IS_ONE = re.compile(rf"{_NAME}\d{{12,}}(\.\d{{3}})?").fullmatch  # several of as many steps have numbers
@@ -73,6 +74,7 @@ class RunCheckpoints:
 
     capture    gives the state of the rollout and the number of its transitions, in the thread of its loop; held weakly
     how        their folder, how often and how many; None: only what is asked for
+    kind       of the checkpoints
 
     attached        name -> object that is saved with it
     saved           their states in the run that this one goes on with, of those that were not attached yet; a folder:
@@ -81,11 +83,13 @@ class RunCheckpoints:
     thread          of the loop
     """
 
-    def __init__(self, capture: Callable[[], tuple[State, int]], how: Checkpoints | None) -> None:
+    def __init__(
+        self, capture: Callable[[], tuple[State, int]], how: Checkpoints | None, kind: StoredKind = RUN
+    ) -> None:
         self.attached: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}
         self.resumed_from: Path | None = None
-        self._capture, self._how = WeakMethod(capture), how  # its rollout holds these
+        self._capture, self._how, self._kind = WeakMethod(capture), how, kind  # its rollout holds these
         self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
         self._written: Future[Path] | None = None
         self._newest: Path | None = None  # that was written, or is gone on from
@@ -196,7 +200,7 @@ class RunCheckpoints:
         state["files"] = sorted(files)
         self._warn_of_restarts(state)
         try:
-            write = partial(_write, path, state, files, keep)
+            write = partial(_write, self._kind, path, state, files, keep)
             self._written = self._writer.submit(self._timed, write, monotonic() - began)
         except RuntimeError:
             raise RunError("the rollout was closed, by another thread, while its state was read") from None
@@ -319,7 +323,9 @@ def _ways_of(name: str, each: Any) -> tuple[Callable[[], Any], Callable[[Any], A
     )
 
 
-def _write(path: Path, state: Mapping[str, Any], files_of: Mapping[str, Callable[[Path], Any]], keep: int) -> Path:
+def _write(
+    kind: StoredKind, path: Path, state: Mapping[str, Any], files_of: Mapping[str, Callable[[Path], Any]], keep: int
+) -> Path:
     """Write a state to a folder, whole or not at all, and remove all but the newest so many beside it; the folder.
 
     files_of    name of what keeps files of its own -> what writes them to a folder
@@ -338,8 +344,8 @@ def _write(path: Path, state: Mapping[str, Any], files_of: Mapping[str, Callable
         folder = made / folder_of(name)
         write(folder)
         files[f"{folder.name}/{_MANIFEST}"] = (folder / _MANIFEST).read_bytes()
-    manifest = RUN.manifest_bytes({"environments": kinds, "files": checksums(files)})
-    write_synced(made / RUN.manifest, manifest)
+    manifest = kind.manifest_bytes({"environments": kinds, "files": checksums(files)})
+    write_synced(made / kind.manifest, manifest)
     for later in _there(path.parent):  # of a run before, which the next `resume` would go on from
         if later.name > path.name:
             aside = later.with_name(f"other-{later.name}")
@@ -380,7 +386,7 @@ def _next(folder: Path, steps: int) -> Path:
     return folder / (f"{name}.{int(same[-1].partition('.')[2] or 0) + 1:03d}" if same else name)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[Path, State]:
+def read(path: str | os.PathLike[str], kind: StoredKind = RUN) -> tuple[Path, State]:
     """The folder of a checkpoint, or of the newest one in a folder, and its state.
 
     Raises CheckpointError for anything else, which names the newest one before that is whole, if there is one.
@@ -388,33 +394,34 @@ def read(path: str | os.PathLike[str]) -> tuple[Path, State]:
     folder = Path(path)
     there = _there(folder)
     chosen = there[-1] if there else folder
-    if not there and not (folder / RUN.manifest).is_file():
+    if not there and not (folder / kind.manifest).is_file():
         raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that rollout.save() was given")
     try:
-        state = _state_at(chosen)
+        state = _state_at(chosen, kind)
     except CheckpointError as error:
-        before = next((each for each in there[-2::-1] if _is_whole(each)), None)
-        others = "" if before is None else f"; Rollout.resume({str(before)!r}) is the one before"
+        before = next((each for each in there[-2::-1] if _is_whole(each, kind)), None)
+        how = "Rollout.resume" if kind is RUN else "stream.resume"
+        others = "" if before is None else f"; {how}({str(before)!r}) is the one before"
         raise CheckpointError(f"{error}{others}") from None
     if isinstance(checkpoints := state["keywords"].get("checkpoints"), dict):
         checkpoints["folder"] = os.fspath(chosen.parent)  # which may be a copy of that of the run
     return chosen, state
 
 
-def _is_whole(chosen: Path) -> bool:
+def _is_whole(chosen: Path, kind: StoredKind) -> bool:
     try:
-        _state_at(chosen)
+        _state_at(chosen, kind)
     except CheckpointError:
         return False
     return True
 
 
-def _state_at(chosen: Path) -> State:
+def _state_at(chosen: Path, kind: StoredKind) -> State:
     """The state in the folder of a checkpoint. Raises CheckpointError, with the folder."""
     try:
-        manifest = RUN.read_manifest(chosen)
-        files = {name: RUN.read_file(chosen, name, manifest["files"]) for name in manifest["files"]}
-        state: State = unpacked(RUN, files[_STATE], _STATE)
+        manifest = kind.read_manifest(chosen)
+        files = {name: kind.read_file(chosen, name, manifest["files"]) for name in manifest["files"]}
+        state: State = unpacked(kind, files[_STATE], _STATE)
         state["attached"] |= {name: chosen / folder_of(name) for name in state["files"]}
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{chosen} can't be gone on from: {error}") from None

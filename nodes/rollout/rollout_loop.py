@@ -5,7 +5,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -110,11 +110,11 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._make_learner()
             bound = options.max_lag, options.on_excess
             self.lag = lag = LagBound(acts.versions, *bound, trained=options.modules_to_train)
-            self._ledger = Ledger()  # of fragments in a graph
+            self.ledger = Ledger()  # of fragments in a graph
             self._relay = LaneGates(self.environments)
             self._counting: Any  # stage that counts the lanes that come by
             of_lanes = {"num_lanes": self.environments.num_lanes, "num_fragments": options.num_fragments}
-            of_lanes |= {"ledger": self._ledger, "relay": self._relay}
+            of_lanes |= {"ledger": self.ledger, "relay": self._relay}
             begin_lane: Callable[[Any], None] | None = None
             if isinstance(self.environments, OffloadedRollouts):
                 self.environments.act_with(acts, options.pass_options, self.metrics, self._relay)
@@ -424,6 +424,18 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._refuse_in_graph("holds it back")
         self._gates.append(gate)
 
+    def stands_still(self, stopped: Collection[int], given: Mapping[int, int]) -> bool:
+        """As a node of a graph: whether every lane has stopped, or ended, and all that it has made has come.
+
+        stopped    numbers of lanes that stand at a gate which is shut
+        given      lane -> number of its fragments that have come
+        """
+        last = self._options.num_fragments
+        return all(
+            given.get(lane.index, 0) == lane.sequence and (lane.index in stopped or lane.sequence == last)
+            for lane in self.environments.lanes
+        )
+
     def watch(self, node: Callable[[Any], None]) -> None:
         """As a node of a graph: have a synchronous node without outputs see every fragment, before it leaves here.
 
@@ -549,7 +561,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             lost["incomplete"] = rounds.incomplete_steps
             lost[self._ended_by] += made - rounds.handed_steps - self.lag.dropped_steps - lost["incomplete"]
         elif self._is_in_graph:
-            lost += self._ledger.lost_of(made)
+            lost += self.ledger.lost_of(made)
         return {cause: steps for cause, steps in lost.items() if steps}
 
     def evaluate_every(
@@ -607,7 +619,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         rollout = cls(env, **keywords)
         with closing_on_error(rollout.close):
             try:
-                rollout._go_on_with(state)
+                rollout.go_on_with(state)
             except Exception as error:  # of modules and pieces of any kind
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
                 raise CheckpointError(
@@ -685,14 +697,15 @@ class RolloutLoop(abc.ABC, Generic[F]):
             "open_episodes": copied(self._rounds.collector.get_state()),
             "log_rounds": self.log.rounds,
             "steps_before": self._steps_before,
-            "lost_before": dict(self._lost_before + Counter(workers=environments.lost_steps)),
+            "lost_before": dict(self._lost_before + self.ledger.lost + Counter(workers=environments.lost_steps)),
+            "cut_steps": self.ledger.cut_steps,
         }
         return state, state["num_steps"]
 
-    def _go_on_with(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another run, before this one begins.
+    def go_on_with(self, state: Mapping[str, Any], *, anew: bool = False) -> bool:
+        """Go on from the state of another run, before this one begins; whether its environments do.
 
-        With other lanes than it had, environments begin anew, which is logged.
+        anew    whether they begin anew; with other lanes than it had they do. It is logged
         """
         acting, environments = self._acting, self.environments
 
@@ -709,7 +722,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
         now, before = layout_of(environments), state["layout"]
         if not now["deterministic"]:
             before = {**before, "deterministic": False}  # lanes that kept order go on without it
-        if now == before:
+        goes_on = now == before and not anew
+        if goes_on:
+            self.ledger.cut_steps = state["cut_steps"]
             environments.begin_at(state["first_step"])
             for lane, each in zip(environments.lanes, state["lanes"], strict=True):
                 go_on(lane, each, acting)
@@ -721,18 +736,21 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._waiting = [made(each) for each in state["waiting"]]
         else:
             handed, dropped = state["rounds"]["handed_steps"], state["rounds"]["dropped"][1]
+            handed = state["cut_steps"] if self._is_in_graph else handed
             left_out = state["num_steps"] - steps - handed - dropped
             self._lost_before += Counter(max_lag=dropped, closed=left_out)
             steps = state["num_steps"]
             environments.begin_at(state["vector_steps"])
             self.returns.set_state({**state["returns"], "open": []})
+            other = [shown({name: of[name] for name in of if now[name] != before[name]}) for of in (now, before)]
             logger.warning(
-                "the run goes on with %s where it had %s: weights, connectors, counts and what is attached are kept; "
-                "environments begin anew, and what was under way is left out",
-                *(shown({name: of[name] for name in of if now[name] != before[name]}) for of in (now, before)),
+                "the run goes on %s: weights, connectors, counts and what is attached are kept; environments begin "
+                "anew, and what was under way is left out",
+                "from a state before what has come of it" if anew else f"with {other[0]} where it had {other[1]}",
             )
-        self._steps_before, self._is_restored, self._generators = steps, now == before, state["generators"]
+        self._steps_before, self._is_restored, self._generators = steps, goes_on, state["generators"]
         self.log.go_on_from(steps, state["log_rounds"])
+        return goes_on
 
     def _saved_pipelines(self) -> list[tuple[str, Any]]:
         return [*self._acting.named_pipelines, *self._learner_pipelines().items()]

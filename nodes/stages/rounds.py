@@ -410,16 +410,6 @@ class FragmentCredits(LaneGate):
         """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
         return self._is_by_lane
 
-    @contextmanager
-    def shut(self) -> Iterator[None]:
-        """Block in which no lane goes on. In the thread that the graph runs in."""
-        self._is_shut = True
-        try:
-            yield
-        finally:
-            self._is_shut = False
-            self._changed()
-
     def get_state(self) -> dict[str, Any]:
         """The fragments of lanes that are begun, and not done with."""
         return {"begun_by": list(self._begun_by.items()), "held": list(self._held.items())}
@@ -621,6 +611,12 @@ class LaneGates:
     def waits_for(self) -> Wait | None:
         """What the gate waits for that refused last."""
         return wait_at(self._refused)
+
+    @property
+    def is_ready(self) -> bool:
+        """True once all of them are ready."""
+        self._refused = next((gate for gate in self._gates if not getattr(gate, "is_ready", True)), None)
+        return self._refused is None
 
     def admits(self, lane: Any) -> bool:
         """True if the lane may take its next step."""

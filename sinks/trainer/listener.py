@@ -31,6 +31,7 @@ _GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, 
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a rollout
 _GOODBYE_S = 1.0
+_GONE = PeerLife.AWAY, PeerLife.LOST
 
 
 class TrainerListener:
@@ -47,6 +48,7 @@ class TrainerListener:
     bell       rings when any of these has changed
     error      error that has ended this; None: there is none
     weights    newest weights, for all sources
+    states     token -> name and state of rollouts that were saved together last: see `_state_for`
     """
 
     def __init__(self, endpoint: Endpoint, rounds: Rounds) -> None:
@@ -58,6 +60,9 @@ class TrainerListener:
         self.bell = Wakeup()
         self.error: Exception | None = None
         self.come: set[bytes] = set()
+        self.states: dict[bytes, tuple[str, Any]] = {}
+        self._given: dict[bytes, RolloutPeer] = {}  # token of a rollout -> the one whose state it is being given
+        self._cuts = 0  # number of times that rollouts were asked for their states
         self.refusals = self._loop.refusals
         self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
         self._rounds = rounds
@@ -105,6 +110,18 @@ class TrainerListener:
             if source.connection is not None:
                 check_fits(weights, size, source, source.connection.peer_max_frame, self.limits.undelivered)
         return self.weights.publish(weights, size)
+
+    def ask_for_states(self) -> list[RolloutPeer]:
+        """Ask the rollouts of which more may come, or has come, for their states; those that `owe_state` until then."""
+        self._cuts += 1
+        with self.lock:
+            asked = [
+                each for each in self.sources.values() if each.is_present or each.session.done < each.session.taken
+            ]
+            for source in self.sources.values():
+                source.asked, source.answer = (self._cuts if source in asked else None), {}
+        self.wake()
+        return asked
 
     def wake(self) -> None:
         """Tell all sources what is new. From any thread."""
@@ -198,7 +215,10 @@ class TrainerListener:
         is_running = connection.phase is wire.ConnectionPhase.RUNNING
         if source is None or source.connection is not connection or not is_running:
             return
-        if peer.wanted != (wanted := (source.session.window, source.is_awaited)) and not source.sends_nothing:
+        if (
+            peer.wanted != (wanted := (source.session.window, source.is_awaited, source.asked))
+            and not source.sends_nothing
+        ):
             peer.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
             connection.tell(wire.Settings(self._rounds.order(source, version)))
@@ -235,6 +255,7 @@ class TrainerListener:
                 pass
             case wire.Goodbye():
                 self._loop.drop(peer)
+                self._given.pop(source.session.token, None)
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.life = PeerLife.LEFT
@@ -253,6 +274,8 @@ class TrainerListener:
                     source.set_aside(*told["left"])
                 elif told["last"] is not None:
                     source.finish(told["last"])
+                elif told["cut"] is not None and told["cut"] == source.asked:
+                    source.asked, source.answer = None, told
         self.bell.ring()
 
     def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
@@ -261,6 +284,8 @@ class TrainerListener:
         reason = error_text(error)
         peer.connection.refuse(code, reason)
         source, reason = peer.source, quoted(reason)
+        if source is not None and (given := self._given.pop(source.session.token, None)) is not None:
+            given.life = PeerLife.LOST  # others may be given its state
         if source is None:
             self._loop.turn_away(peer, reason)
         elif source.connection is peer.connection:
@@ -273,7 +298,13 @@ class TrainerListener:
         name, where = quoted(hello.name), peer.where
         peer.where = f"rollout {name} at {where}"
         if isinstance(sends := hello.metadata.get("sends"), str) and sends == NOTHING:
-            self._take_in_follower(peer, hello, f"{name} ({where})")
+            self._take_in_taker(peer, hello, f"{name} ({where})")
+            logger.info("follower %s has come", f"{name} ({where})")
+            return
+        given = None if hello.session in self.sources else self._state_for(hello)
+        if given is not None:  # with which it comes again
+            self._take_in_taker(peer, hello, f"{name} ({where})")
+            peer.connection.tell(wire.Settings(given))
             return
         source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
         with refusing("hello.metadata is of no rollout", "message"):
@@ -304,12 +335,36 @@ class TrainerListener:
         if older is not None:
             self._loop.drop(self._loop.peer_of(older))
 
-    def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello, name: str) -> None:
-        """Take in an end that gets weights, and that no batch waits for: it is none of the sources."""
+    def may_still_come(self, token: bytes) -> bool:
+        """True for a rollout that is known from a state, and has not come to this trainer."""
+        source = self.sources.get(token)
+        return source is not None and source.connection is None
+
+    def _state_for(self, hello: wire.Hello) -> dict[str, Any] | None:
+        """The state that a rollout which has not begun is to go on from, by a message's fields; None: there is none.
+
+        It is that of a rollout which was saved and has not come to this trainer, best of the same name. Else it is that
+        of a lost one of its name: then its environments begin anew, for more has come of that one since.
+        """
+        if hello.metadata.get("takes_state") is not True:
+            return None
+        there = [(self.sources[token], *each) for token, each in self.states.items() if token in self.sources]
+        there.sort(key=lambda each: each[1] != hello.name)
+        for source, name, data in there:
+            if source.connection is None and source.life is not PeerLife.AWAY:
+                source.called = source.name = quoted(hello.name)
+                source.lose(monotonic(), "it was given the state to go on from", comes_back=True)
+                self._given[hello.session] = source
+                return {"state": data, "anew": False}
+            if source.connection is not None and source.life in _GONE and name == hello.name:
+                return {"state": data, "anew": True}
+        return None
+
+    def _take_in_taker(self, peer: RolloutConnection, hello: wire.Hello, name: str) -> None:
+        """Take in an end that gets weights, or a state, and that no batch waits for: it is none of the sources."""
         session = wire.ReceiverSession(hello.session, window=0)
         peer.connection.welcome(session)
         peer.source = RolloutPeer(session, connection=peer.connection, called=hello.name, name=name, sends_nothing=True)
-        logger.info("follower %s has come", name)
 
     def _leave_overdue(self, now: float) -> None:
         """Wait no more for sources that have had their time to come back; of many, not in every turn."""
@@ -371,7 +426,7 @@ def announce(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
         logger.info("rollout %s has come", source.name)
         _replace_lost(source, others)
     else:
-        gone = f" after {monotonic() - source.lost_at:.1f} s" if source.life in (PeerLife.AWAY, PeerLife.LOST) else ""
+        gone = f" after {monotonic() - source.lost_at:.1f} s" if source.life in _GONE else ""
         logger.warning("rollout %s is connected again%s", source.name, gone)
 
 
@@ -403,7 +458,7 @@ def _replace_lost(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
     If the lost one comes back all the same, it is taken in.
     """
     for other in others:
-        if other.life is PeerLife.AWAY and other.called == source.called:
+        if other is not source and other.life is PeerLife.AWAY and other.called == source.called:
             other.life = PeerLife.LOST
             logger.warning("rollout %s has come in place of %s, which is not waited for", source.name, other.name)
             return

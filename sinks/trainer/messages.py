@@ -27,7 +27,7 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
 from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.handshake import MOST_NUMBER
+from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.codec.spaces import read_space
 
 HAS_ENDED = "the trainer has ended"  # reason of its goodbye, if it leaves without an error
@@ -37,9 +37,17 @@ Batch = dict[str, Any]
 FinishedEpisodes = tuple[str | None, int, NDArray[np.float64], NDArray[np.int64]]
 ByModule = Mapping[str, Mapping[str, Any]]
 NUMBER = field.whole(0, MOST_NUMBER)
-# What a rollout says beside its items: how many lanes there are; one that is gone, and its last item; its last item.
+# What a rollout says beside its items: how many lanes there are; one that is gone, and its last item; its last item;
+# the number of the checkpoint that it is asked for, with its state, `u8[n]` and the kinds of environments of every
+# lane, or else the reason for which it has none.
 LANE_NEWS = field.entries(
-    lanes=field.nullable(NUMBER), left=field.nullable(field.list_of(NUMBER, 2)), last=field.nullable(NUMBER)
+    lanes=field.nullable(NUMBER),
+    left=field.nullable(field.list_of(NUMBER, 2)),
+    last=field.nullable(NUMBER),
+    cut=field.nullable(NUMBER),
+    state=field.nullable(field.numbers("|u1")),
+    environments=field.nullable(field.list_of(field.mapping, MOST_LANES)),
+    refused=field.nullable(field.text(1 << 16)),
 )
 VERSION = field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER))
 _MODULE = field.nullable(field.text(1 << 16))
@@ -197,6 +205,7 @@ class RolloutDescription:
     to_train           ids of the modules that train batches are made for; None: all that act
     published          ids of the modules whose weights the trainer publishes
     sends_all          whether all that it makes comes to its sink: no edge drops
+    takes_state        whether it may be given a state to go on from: it has not begun
     """
 
     sends: str
@@ -214,6 +223,7 @@ class RolloutDescription:
     to_train: Collection[str] | None = None
     published: Sequence[str] = ()
     sends_all: bool = True
+    takes_state: bool = False
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "RolloutDescription":

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.env.lane_source import LaneGate
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.observe.waits import Wait
-from rollflow.stream.wire import SESSION_BYTES, Done, Fragment, SenderSession
+from rollflow.stream.wire import SESSION_BYTES, Done, Fragment, SenderSession, decode, encode
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
@@ -26,7 +28,15 @@ _NUMBER = field.whole(0, MOST_NUMBER)
 #   version   of the newest published weights: the rollout is to act with these, or newer ones
 #   needs     number of items that the trainer has to have at a time before it is done with any
 #   stays     whether a rollout whose last fragment has come stays until all are acknowledged
-_ORDER = field.entries(window=_NUMBER, ahead=field.nullable(_NUMBER), version=_NUMBER, needs=_NUMBER, stays=field.flag)
+#   cut       number of the checkpoint that it is to send its state for; None: it is asked for none
+_ORDER = field.entries(
+    window=_NUMBER,
+    ahead=field.nullable(_NUMBER),
+    version=_NUMBER,
+    needs=_NUMBER,
+    stays=field.flag,
+    cut=field.nullable(_NUMBER),
+)
 
 
 # A message, its bytes, and its transitions, which are those of fragments with these origins.
@@ -95,6 +105,27 @@ class ResendBuffer(SenderSession):
             while len(self._entries) > self.given - self.kept:
                 self.nbytes -= self._entries.popleft()[1]
 
+    def get_state(self) -> dict[str, Any]:
+        """The items that are kept, encoded, and how far the trainer is."""
+        with self._lock:
+            counts = {"token": self.token.hex(), "done": self.done, "kept": self.kept, "given": self.given}
+            frames = [np.frombuffer(b"".join(encode(message)), np.uint8) for message, *_ in self._entries]
+            return {**counts, "items": [[frame, *each[1:3]] for frame, each in zip(frames, self._entries, strict=True)]}
+
+    def go_on_from(self, state: Mapping[str, Any], origin: Callable[[int, tuple[int, int]], Origin]) -> None:
+        """Keep the items of another rollout's buffer, as `get_state` gave them, under its token.
+
+        origin    makes the origin of an item, of its transitions and its lane and number
+        """
+        with self._lock:
+            self.token = bytes.fromhex(state["token"])
+            self.done, self.kept, self.given = (state[name] for name in ("done", "kept", "given"))
+            for data, nbytes, steps in state["items"]:
+                message = decode(data.tobytes())
+                assert isinstance(message, Fragment)
+                self._entries.append((message, nbytes, steps, [origin(steps, (message.lane, message.number))]))
+                self.nbytes += nbytes
+
     def held_back(self, items: str) -> str:
         """The reason for which a trainer that is there takes no more, for people; `items` names what it is sent."""
         if self.is_full:
@@ -122,13 +153,14 @@ class PaceGate(LaneGate):
     lanes      that there are; never changed in place, as `aside` is not: hellos are made in a thread of their own
     aside      fixed lane that is gone -> number of an item behind which it has no fragment
     given      fixed lane -> number of its fragments that came to the sink
+    takes_state    whether the rollout may be given a state to go on from, for which its trainer is waited for first
     version    policy version that the rollout acts with
     problem    why there is no trainer; "": there is one
     """
 
     def __init__(self, buffer: ResendBuffer, name: str, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
         super().__init__()
-        self.version, self.problem = 0, ""
+        self.version, self.problem, self.takes_state = 0, "", False
         self.lanes = None if lanes is None else frozenset(lanes)
         self.aside: dict[int, int] = {}
         self.given: Counter[int] = Counter()
@@ -157,6 +189,11 @@ class PaceGate(LaneGate):
         """True if fragments are to begin with the newest weights, since the trainer takes nothing that is too old."""
         order = self._buffer.order
         return order is not None and order["ahead"] is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if its environments may begin."""
+        return not self.takes_state or self._buffer.order is not None
 
     def _lets_begin(self, lane: Any) -> bool:
         if self.lanes is not None and lane.index not in self.lanes:

@@ -156,6 +156,8 @@ class RolloutPeer:
     needs: int = 1  # items of it that the trainer has to have at a time, see `Rounds`
     beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
     told_done: tuple[int, int] = (-1, -1)  # numbers of the last `Done` through its connection
+    asked: int | None = None  # number of the checkpoint that its state is awaited for; None: it is not
+    answer: Mapping[str, Any] = field(default_factory=dict)  # to the last one that it was asked for
     _layouts: dict[int, tuple[Any, FragmentLayout]] = field(default_factory=dict)  # lane -> layout, as told last
 
     @classmethod
@@ -197,6 +199,11 @@ class RolloutPeer:
     def is_present(self) -> bool:
         """True if more may come of it."""
         return self.life in (PeerLife.HERE, PeerLife.AWAY)
+
+    @property
+    def owes_state(self) -> bool:
+        """True if it was asked for its state, and may still send it."""
+        return self.asked is not None and (self.is_present or self.is_connected)
 
     @property
     def is_connected(self) -> bool:
@@ -318,11 +325,11 @@ class RolloutConnection(Peer[wire.ReceiverConnection]):
 
     source      the rollout at its other end; None: it has not been taken in
     version     of the weights that were sent last
-    wanted      window that was sent last, and whether the source was awaited
+    wanted      window that was sent last, whether the source was awaited, and asked for its state
     borrower    of what is lent through it; None: nothing is
     """
 
     source: RolloutPeer | None = None
     version: int = -1
-    wanted: tuple[int | None, bool] = (-1, False)
+    wanted: tuple[int | None, bool, int | None] = (-1, False, None)
     borrower: FragmentBorrower | None = None

@@ -84,6 +84,9 @@ class Rounds:
             given = {(each.source, each.lane) for each in first}
             self._has_begun = not given.issuperset((source, lane) for source in present() for lane in source.awaited)
             is_whole = not self._has_begun
+            if is_whole:  # by rollout and lane, in whichever order they came
+                order = {source: place for place, source in enumerate(present())}
+                first.sort(key=lambda each: (each.source.called, order.get(each.source, -1), each.lane))
         else:
             size = self._size(present)
             first, later = self.waiting[:size], self.waiting[size:]
@@ -199,7 +202,8 @@ class Rounds:
         """Settings for a rollout, which is to act with weights of `version` or newer ones."""
         ahead = self.ahead if self.ahead is None or source.is_awaited else 0
         window, stays = source.session.window or 1, self._stays
-        return {"window": window, "ahead": ahead, "version": version, "needs": source.needs, "stays": stays}
+        order = {"window": window, "ahead": ahead, "version": version, "needs": source.needs, "stays": stays}
+        return {**order, "cut": source.asked}
 
 
 def _check_paced(source: RolloutPeer) -> None:

@@ -10,13 +10,17 @@ from itertools import chain
 from typing import Any, Literal
 
 import anyio
+import anyio.to_thread
 import numpy as np
+from anyio.abc import TaskGroup
 
 from rollflow.nodes.argument_checks import check_numbers, checking_keywords
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import shapes_of
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.offloaded.fragment_message import message_of
+from rollflow.nodes.policies.part_records import packed, unpacked
+from rollflow.nodes.rollout.checkpoint import RUN, set_generators
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
@@ -27,8 +31,8 @@ from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerUplink
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
-from rollflow.stream.data.errors import GraphError, ModuleError, shown
-from rollflow.stream.data.loss_ledger import origins_of
+from rollflow.stream.data.errors import CheckpointError, GraphError, ModuleError, PolicyError, shown
+from rollflow.stream.data.loss_ledger import Origin, origins_of
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -39,6 +43,7 @@ from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
 logger = logging.getLogger(__name__)
 
+_STAND_S = 5e-4  # between looks whether all lanes stand still
 _LOOK_S = 1.0  # between looks whether a wait is long enough to be logged
 
 
@@ -155,6 +160,7 @@ class TrainerSink:
         self._lender = FragmentLender(max_bytes) if endpoint.shares else None
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
+        self._cut: int | None = None  # number of the checkpoint that the trainer has asked for last
         self._failure: str | None = None
         self._trainer_name = f"the trainer at {endpoint.address}"
         self._drawn: AnyRollout | None = None  # once the graph has been drawn, as all that `_take_rollout` sets
@@ -172,6 +178,7 @@ class TrainerSink:
             lambda version, weights: sink._publish(version, weights),
             self._lender,
             retry_s,
+            lambda given: sink._go_on_with(given["state"].tobytes(), anew=given["anew"]),
         )
         self.name = self._uplink.name
 
@@ -189,7 +196,7 @@ class TrainerSink:
         try:
             with out_of_group():
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(ending_quietly, self._follow_uplink)
+                    tasks.start_soon(ending_quietly, partial(self._follow_uplink, tasks))
                     if self._watch is not None:
                         tasks.start_soon(ending_quietly, partial(self._run_watch, self._watch))
                     await self._send_all(fragments)
@@ -289,6 +296,7 @@ class TrainerSink:
         elif self._lender is not None:
             environments.share()
         self._drawn = rollout
+        self._gate.takes_state = self._sends_fixed_lanes
         return [rollout]
 
     def _take_makers(self, sources: Sequence[Any]) -> None:
@@ -335,6 +343,7 @@ class TrainerSink:
             to_train=to_train,
             published=ids,
             sends_all=self._sends_all,
+            takes_state=not self._gate.is_ready,
         )
         return {"slots": slots, "metadata": description.plain()}
 
@@ -376,7 +385,7 @@ class TrainerSink:
         order, session = self._session.order, self._session
         return session.given == (session.kept if order is not None and order["stays"] else session.done)
 
-    async def _follow_uplink(self) -> None:
+    async def _follow_uplink(self, tasks: TaskGroup) -> None:
         """Let the rollout and waiting tasks see each change of the uplink; raise the error if that has failed."""
         bell, gate = self._uplink.bell, self._gate
         while True:
@@ -384,10 +393,63 @@ class TrainerSink:
             bell.silence()
             if self._uplink.error is not None:
                 raise self._uplink.error
+            cut = None if self._session.order is None else self._session.order["cut"]
+            if cut not in (None, self._cut):
+                tasks.start_soon(ending_quietly, partial(self._answer, cut))
+            self._cut = cut
             gate.version, gate.problem = self._version, self._uplink.problem
             self._send_lane_news()
             gate.look_again()
             self._notify()
+
+    async def _answer(self, cut: int) -> None:
+        """Have the rollout stand still, and send the trainer its state with what it has not acknowledged."""
+        answer: dict[str, Any] = {"cut": cut}
+        try:
+            rollout: Any = self._rollout
+            self._check_has_state()
+            with self._gate.shut():
+                self._notify()  # fragments come, also if they are more than the trainer takes
+                while not rollout.stands_still(self._gate.stopped, self._gate.given):
+                    await anyio.sleep(_STAND_S)
+                    self._check_has_state()
+                state, _ = rollout.capture(lambda look: look(()))
+                newest = self._uplink.newest
+                weights = None if newest is None else [newest[0], newest[1].hex()]
+                session = self._session.get_state()
+            of_all = {"rollout": state, "session": session, "weights": weights}
+            data = await anyio.to_thread.run_sync(packed, of_all)
+            answer["state"] = np.frombuffer(data, np.uint8)
+            kinds = [{kind: each.get("restart") for each in lane for kind in each} for lane in state["environments"]]
+            answer["environments"] = kinds
+        except (CheckpointError, PolicyError) as error:
+            answer["refused"] = str(error)
+        self._uplink.answer(answer)
+
+    def _check_has_state(self) -> None:
+        """Raise CheckpointError for a rollout whose state this has not, or that has come to its end."""
+        if not self._sends_fixed_lanes:
+            raise CheckpointError("expected a rollout with fixed lanes that sends='fragments'")
+        if self._has_ended or self._gate.aside:
+            raise CheckpointError("a lane is gone, or all have ended, and the trainer was not handed all of them")
+
+    @property
+    def _sends_fixed_lanes(self) -> bool:
+        return self._sends == "fragments" and self._gate.lanes is None
+
+    def _go_on_with(self, data: bytes, *, anew: bool) -> None:
+        """Have the rollout go on from the state of another, before it begins.
+
+        anew    with environments that begin anew, and none of the other's fragments
+        """
+        state, rollout = unpacked(RUN, data, "the state that the trainer has given"), self._rollout
+        if rollout.go_on_with(state["rollout"], anew=anew):
+            self._session.go_on_from(state["session"], partial(Origin, rollout.ledger))
+            self._gate.given.update({lane.index: lane.sequence for lane in rollout.environments.lanes})
+            if (newest := state["weights"]) is not None:
+                self._uplink.newest = newest[0], bytes.fromhex(newest[1])
+        set_generators(state["rollout"]["generators"])
+        self._gate.takes_state = False
 
     def _send_lane_news(self) -> None:
         for news in self._gate.take_news(self._session.given):
@@ -420,7 +482,8 @@ class TrainerSink:
     def _may_take(self) -> bool:
         """True if an item may be taken; a drained run logs once why it may not."""
         order, under_way = self._session.order, self._session.given - self._session.done
-        if under_way < (1 if order is None else order["window"]) and self._session.has_room(self._sends):
+        is_wanted = under_way < (1 if order is None else order["window"])
+        if self._gate.is_shut or (is_wanted and self._session.has_room(self._sends)):
             return True
         if self._is_draining:
             self._is_draining = False

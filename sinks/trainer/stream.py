@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor, checking_keywords, places_in
 from rollflow.nodes.logs.destinations import Log, LogOptions
+from rollflow.nodes.rollout.checkpoint import TOGETHER, RunCheckpoints, State, generators, read, set_generators
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
 from rollflow.sinks.trainer.item_maker import Batches, ItemMaker, StreamReturns, Yields, check_module, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener
@@ -22,7 +25,7 @@ from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife
 from rollflow.sinks.trainer.rounds import OnExcess, Present, Rounds
 from rollflow.sinks.trainer.stream_log import StreamLog
 from rollflow.stream.data.closing import closing_on_error
-from rollflow.stream.data.errors import EnvError, RunError, shown
+from rollflow.stream.data.errors import CheckpointError, EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.endpoint import Secret, address_of, close_sockets, endpoint_at, listen_on
 from rollflow.stream.observe.stacks import answering_dumps
@@ -31,6 +34,7 @@ from rollflow.stream.wire import Address, Limits
 logger = logging.getLogger(__name__)
 
 _NOT_YET = object()
+_TICK_S = 0.25
 _WATCH = Watch()
 
 
@@ -139,6 +143,9 @@ class TrainerStream:
         self._listener = TrainerListener(self._endpoint, self._rounds)
         self._awaited, self._acks = awaited.count, ack == "auto"
         self._has_begun = self._expects_no_more = False
+        self._checkpoints = RunCheckpoints(self._captured, None, TOGETHER)
+        self._cut: dict[bytes, tuple[str, Any]] = {}  # states of rollouts that are being saved
+        self._generators: Any = None  # states of the shared generators in the run before, until the loop begins
 
     def __enter__(self) -> Self:
         if self._state != "new":
@@ -163,6 +170,7 @@ class TrainerStream:
         self._listener.close(HAS_ENDED if error is None else None, _failure_of(error))
         close_sockets(self._listener.sockets)
         self.log.end()
+        self._checkpoints.end()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -236,6 +244,71 @@ class TrainerStream:
                 if arrived.source.connection is not None:
                     arrived.source.connection.refuse("fragment", reason)
         self._listener.wake()
+
+    def attach(self, **objects: Any) -> None:
+        """Save what these have learnt with `save`: the policy, optimizers, whatever has state_dict and load_state_dict.
+
+        In a stream that goes on by `resume` they load what was saved under their names. Raises ValueError for an object
+        that lacks one of the two.
+        """
+        self._checkpoints.attach(objects)
+
+    def save(self, folder: str | PathLike[str], *, keep: int = 1) -> Path:
+        """Save the trainer and all its rollouts as they stand, as one checkpoint; its own folder in `folder`.
+
+        keep    newest checkpoints that are kept there
+
+        In the loop, when the trainer has learnt from the last batch and before it publishes. It has the states of what
+        is attached, of the stream, and of the rollouts, which stop for as long as they copy it: with all that they have
+        sent and was not handed over. What was handed over is acknowledged. Waits for rollouts that are lost, as a batch
+        would. Raises CheckpointError for a rollout that has no state, with the reason, and OSError.
+        """
+        path = self._checkpoints.save(folder, keep)
+        self._listener.states = self._cut
+        if not self._acks:
+            self.ack(self.state_dict())
+        return path
+
+    def resume(self, folder: str | PathLike[str]) -> None:
+        """Go on from the newest checkpoint of `save` in a folder, or from the one that the folder is.
+
+        Before the loop: attach the policy, and publish its weights. Rollouts that are started anew are given their
+        states when they come, by their names: they go on as if they had never stopped, if their environments can. Those
+        that have lived on go on as they are. Raises CheckpointError for what is no such checkpoint, or is damaged.
+        """
+        path, state = read(folder, TOGETHER)
+        self.load_state_dict(state["stream"])
+        rollouts = {bytes.fromhex(token): (name, data) for token, name, data in state["rollouts"]}
+        self._listener.states, self._generators = rollouts, state["generators"]
+        self._checkpoints.go_on_from(path, state["attached"])
+        logger.info("the trainer goes on from %s", path)
+
+    def _captured(self) -> tuple[State, int]:
+        """The state of the trainer and its rollouts, and the number of steps that were handed over."""
+        self._check_open()
+        listener, patience = self._listener, WaitReminder(None)
+        asked = listener.ask_for_states()
+        while owing := [source.name for source in asked if source.owes_state]:
+            if listener.error is not None:
+                raise listener.error
+            if patience.is_long:
+                logger.warning("waiting for %.0f s for the state of %s", patience.waited_s, ", ".join(owing))
+            listener.bell.silence()
+            if any(source.owes_state for source in asked) and not listener.serve(_TICK_S):
+                wait([listener.bell.fileno()], _TICK_S)
+        answers = [(source, source.answer) for source in asked if source.answer]
+        if refused := [f"rollout {source.name}: {told['refused']}" for source, told in answers if told["refused"]]:
+            raise CheckpointError(f"it can't be saved: {'; '.join(refused)}")
+        self._cut = {token: each for token, each in listener.states.items() if listener.may_still_come(token)}
+        self._cut |= {source.session.token: (source.called, told["state"]) for source, told in answers}
+        state = {
+            "stream": self.state_dict(),
+            "rollouts": [[token.hex(), *each] for token, each in self._cut.items()],
+            "environments": [[lane] for _, told in answers for lane in told["environments"]],
+            "generators": generators(),
+            "keywords": {},
+        }
+        return state, self.log.counted[0]
 
     def state_dict(self) -> dict[str, Any]:
         """State after the last batch, as plain data for JSON: what has been handed over, and the policy version.
@@ -312,6 +385,10 @@ class TrainerStream:
         if self._state != "running":
             raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
         self._listener.open()
+        self._checkpoints.look()
+        if self._generators is not None:
+            set_generators(self._generators)
+            self._generators = None
         self._move_on()
         return WaitReminder(self._join_timeout)
 

@@ -46,6 +46,7 @@ class TrainerUplink:
     publish    called with a version and weights that came; False: they are not newer than the rollout's
     lender     lends items in shared memory; None: they go through the socket
     retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
+    go_on      called with the state that a trainer gives a rollout to go on from, before it is dialled anew
 
     newest      version and id of the newest weights that came from here and were taken
     goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
@@ -63,6 +64,7 @@ class TrainerUplink:
         publish: Callable[[int, Mapping[str, Any]], bool],
         lender: FragmentLender | None = None,
         retry_s: float | None = None,
+        go_on: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.newest: tuple[int, bytes] | None = None
         self.goodbye: str | None = None
@@ -71,8 +73,9 @@ class TrainerUplink:
         self.problem = f"{self.address} has not been reached"
         self.error: Exception | None = None
         self.bell = Wakeup()
-        self._described, self.session, self._publish = described, session, publish
+        self._described, self.session, self._publish, self._go_on = described, session, publish, go_on
         self._news: deque[Mapping[str, Any]] = deque()
+        self._answer: Mapping[str, Any] | None = None  # to a trainer that asks for the rollout's state
         self._loop: SocketLoop[Peer[wire.SenderConnection]] = SocketLoop(self)
         self._wait = DialWait("trainer", self.address, retry_s)
         self._is_closing = self._is_welcomed = False
@@ -81,7 +84,9 @@ class TrainerUplink:
         self._failure: str | None = None  # error that this end leaves for
         self._leave_by: float | None = None
         self._is_finished = False
-        self._finished_through: wire.SenderConnection | None = None  # the connection that was told so
+        # The connections that were told so, and that the answer was sent through.
+        self._finished_through: wire.SenderConnection | None = None
+        self._answered_through: wire.SenderConnection | None = None
         self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {self.address}", daemon=True)
 
     def start(self) -> None:
@@ -96,6 +101,11 @@ class TrainerUplink:
     def tell(self, news: Mapping[str, Any]) -> None:
         """Send news beside the items. From any thread."""
         self._news.append(news)
+        self._loop.wakeup.ring()
+
+    def answer(self, answer: Mapping[str, Any]) -> None:
+        """Send the answer to a trainer that has asked for the rollout's state, through the next connection as well."""
+        self._answer, self._answered_through = answer, None
         self._loop.wakeup.ring()
 
     def finish(self) -> None:
@@ -181,6 +191,9 @@ class TrainerUplink:
             raise WireError(f"the rollout has failed: {self._failure}", wire.FAILED)
         while self._news:
             connection.tell(wire.Metrics(self._news.popleft()))
+        if self._answer is not None and self._answered_through is not connection:
+            self._answered_through = connection
+            connection.tell(wire.Metrics(self._answer))
         session, begun = self.session, connection.next
         while connection.undelivered < _MUCH and connection.next <= min(session.given, session.done + session.window):
             if connection.next - begun >= _AT_A_TIME:
@@ -217,6 +230,11 @@ class TrainerUplink:
                     assert isinstance(peer.transport, DescriptorTransport)
                     self._lender.begin(peer.connection, peer.transport)
                 self.problem, self.goodbye, self._is_welcomed = "", None, True
+            case wire.Settings() if "state" in event.settings and self._go_on is not None:
+                self._go_on(event.settings)
+                assert peer.dialled is not None
+                peer.dialled.problem = "it has given the state to go on from"
+                peer.connection.goodbye(peer.dialled.problem)
             case wire.Settings():
                 self.session.take_order(event.settings)
             case wire.Weights():

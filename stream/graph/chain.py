@@ -91,6 +91,11 @@ class Chain:
         """True if a node's `done` says that it wants no more items."""
         return any(getattr(self.graph.nodes[name].node, "done", False) for name in self.names)
 
+    def awaits_gates(self) -> bool:
+        """True while a gate is not ready for what the nodes' `start()` sends, which is parked there."""
+        self.parked = [(gate, _nothing, None) for gate in self._gates if not getattr(gate, "is_ready", True)]
+        return bool(self.parked)
+
     def start(self) -> Iterator[None]:
         """Carry the outputs of the nodes' `start()` through the chain, one at each step of the iterator."""
         return self._carry_all("start")

@@ -191,6 +191,11 @@ class ObservableGate(Protocol):
         """What refused items wait for, for the stall doctor. From another thread."""
         return None
 
+    @property
+    def is_ready(self) -> bool:
+        """False while sources of a run on an event loop may not begin."""
+        return True
+
 
 def node_methods(name: str, node: Any) -> dict[str, Callable[..., Any]]:
     """The optional methods of a node, by name; those of `Background` only of a node that works in the background.

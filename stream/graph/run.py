@@ -274,10 +274,13 @@ class Run:
             self._close_outlets(name)
 
     async def _start_chain(self, chain: Chain, wake: ChainWakeup) -> None:
-        """Carry the outputs of the nodes' `start`."""
+        """Carry the outputs of the nodes' `start`, once all gates are ready for them."""
         self._on_stop(partial(self._give_up_cycles, chain.names))
         self._on_stop(chain.hasten)
         self._on_stop(wake.set)
+        while not self._draining and chain.awaits_gates():
+            with waiting_for(self.counters.holders, chain.holder):
+                await wake.wait()
         for _ in chain.start():
             await self._deliver(chain)
             await anyio.lowlevel.checkpoint()

@@ -82,7 +82,7 @@ def test_rounds_are_taken_that_are_whole() -> None:
     rounds, lanes = rounds_of(0), (2, 0, 2, 1, 0)
     items = [ArrivedItem(source, n, Mock(spec=RolloutFragment, lane=lane), None) for n, lane in enumerate(lanes)]
     rounds.waiting = rounds.joined(items)
-    assert [taken_of(rounds, source), taken_of(rounds, source)] == [[0, 1, 3], [2, 4]]  # as they came
+    assert [taken_of(rounds, source), taken_of(rounds, source)] == [[1, 3, 0], [4, 2]]  # by lane
 
 
 @pytest.mark.parametrize("count", [2, None, 0], ids=["2", "lanes", "rounds"])
