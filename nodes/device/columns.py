@@ -91,6 +91,11 @@ def write_tensors(columns: Mapping[str, Any], row: int, values: Mapping[str, Tre
             column.write(row, value)
 
 
+def on_device(tree: Tree, device: torch.device) -> Tree:
+    """The tree with its tensors on a device; other leaves are as they are."""
+    return map_tree(lambda leaf: leaf.to(device) if torch.is_tensor(leaf) else leaf, tree)
+
+
 def _kind(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 

@@ -79,8 +79,12 @@ class DeviceEnvironments(Environments):
                 raise EnvError(f"environments of lane {lane} are on {each.device}, expected {self.device} of lane 0")
         self._in_arrays = self._here
         self._in_tensors = [
-            SimpleNamespace(reset=partial(self._reset, lane, each), step=each.step_tensors)
-            for lane, each in enumerate(made)
+            SimpleNamespace(
+                reset=partial(self._reset, lane, each),
+                step=each.step_tensors,
+                **{name: getattr(in_arrays, name) for name in ("get_state", "set_state", "record_actions")},
+            )
+            for lane, (each, in_arrays) in enumerate(zip(made, self._here, strict=True))
         ]
         return made  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.batches import array_of
 from rollflow.nodes.connectors.module_to_env.action_pieces import weights_blamed
+from rollflow.nodes.device.columns import on_device
 from rollflow.nodes.modules.distribution import without_choice
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
@@ -19,7 +20,7 @@ from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError
 from rollflow.stream.data.space import Leaf, leaves_within
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout
+from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment, FragmentLayout, Loss
 
 _WHOLE = {4: torch.int32, 8: torch.int64, 16: torch.complex128}  # by their bytes
 
@@ -155,6 +156,31 @@ class DeviceFragment(Fragment):
         """Release last observations: the fragment is not given to anybody."""
         self.last_rows.clear()
         self.finals = []
+
+    def get_state(self, spaces: Sequence[gym.Space[Any]]) -> dict[str, Any]:
+        """Its rows and what is known of them, in plain form: none is copied.
+
+        spaces    that its observations may be in
+        """
+        stop = self.last_row
+        return {
+            "columns": {name: column.rows(0, stop + (name == Columns.OBS)) for name, column in self.columns.items()},
+            "space": [each is self.observation_space for each in spaces].index(True),
+            "begun": self._begun,
+            "last_rows": [[row, last] for row, last in self.last_rows.items()],
+            "initial_state": self.initial_state,
+            "losses": [[each.row, each.slots, each.cut, each.reason] for each in self.losses],
+            "custom_data": [[*key, data] for key, data in self.custom_data.items()],
+            **{name: getattr(self, name) for name in ("sequence", "num_rows", "versions")},
+        }
+
+    def complete(self, state: Mapping[str, Any]) -> None:
+        """Take what another one gave, but for its rows."""
+        self.sequence, self.versions = state["sequence"], list(state["versions"])
+        self._begun, self.initial_state = (on_device(state[name], self.device) for name in ("begun", "initial_state"))
+        self.last_rows = {row: on_device(last, self.device) for row, last in state["last_rows"]}
+        self.losses = [Loss(*each) for each in state["losses"]]
+        self.custom_data = {(slot, number): data for slot, number, data in state["custom_data"]}
 
     def _looks(self, rewards: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], NDArray[np.float64]]:
         """Numbers that say whether a transition may have a fault, in far less time than it takes to mark those.
@@ -301,7 +327,9 @@ class DeviceFragment(Fragment):
 
     def _on_host(self, columns: dict[str, Column], start: NDArray[np.int64], number: NDArray[np.int64]) -> Fragment:
         """A fragment of arrays in the place of this one."""
-        return Fragment(self.layout, self.lane, self.sequence, columns, start, number)
+        made = Fragment(self.layout, self.lane, self.sequence, columns, start, number)
+        made.losses, made.custom_data = self.losses, self.custom_data
+        return made
 
 
 def _dtype(leaf: Any) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Environments that are functions in JAX: many slots step as one compiled function, in tensors on its device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from rollflow.nodes.argument_checks import check_numbers, checking_constructor
@@ -112,6 +113,26 @@ class JaxSlots:
         self._held, values = self._stepped(self._held, map_tree(self._array, actions))
         *values, last = self._tensors(values)
         return (*values, {"final_obs": last})
+
+    def get_state(self) -> list[NDArray[Any]]:
+        """Keys and states of all slots, leaf by leaf."""
+        leaves = self._jax.tree.leaves(self._held)
+        return [np.array(self._jax.random.key_data(leaf) if self._is_key(leaf) else leaf) for leaf in leaves]
+
+    def set_state(self, state: Sequence[NDArray[Any]]) -> None:
+        """Go on from what another one gave, once reset."""
+        jax = self._jax
+        leaves, structure = jax.tree.flatten(self._held)
+        there = [jax.device_put(leaf, self._place) for leaf in state]
+        made = [
+            jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if self._is_key(old) else new
+            for old, new in zip(leaves, there, strict=True)
+        ]
+        self._held = jax.tree.unflatten(structure, made)
+
+    def _is_key(self, leaf: Any) -> bool:
+        is_key: bool = self._jax.dtypes.issubdtype(leaf.dtype, self._jax.dtypes.prng_key)
+        return is_key
 
     def _tensors(self, arrays: Any) -> Any:
         return self._jax.tree.map(from_dlpack, arrays)

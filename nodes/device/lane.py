@@ -1,19 +1,21 @@
 """A lane whose columns are tensors on one device: nothing is copied from there, and nothing waited for, in a step."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 
-from rollflow.nodes.connectors.common.batches import CHOSEN_BY, as_array
-from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns, write_tensors
+from rollflow.nodes.connectors.common.batches import CHOSEN_BY, array_of, as_array
+from rollflow.nodes.device.columns import DeviceColumn, DeviceColumns, on_device, write_tensors
 from rollflow.nodes.device.fragment import DeviceFragment
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError, RunError
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
+from rollflow.stream.fragments.fragment import Fragment, FragmentLayout, Loss
 from rollflow.stream.fragments.lane import F, Lane, LaneBlocks, LaneColumns
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -170,6 +172,59 @@ class DeviceLane(Lane):
     def lose(self, reason: str, *, is_under_way: bool = True) -> int:
         """Raise RunError: environments on a device step in this process, and are not lost."""
         raise RunError(f"lane {self.index} is on {self.device}, where environments can't be lost")
+
+    def get_state(self) -> dict[str, Any]:
+        """Its open fragment, and what its next steps follow from, in plain form: none is copied."""
+        part = copy.copy(self.fragment)
+        part.num_rows, part.observation_space = self.num_rows, self.observation_space
+        return {
+            "fragment": part.get_state(self.observation_spaces),
+            "start": self.episode_start,
+            "number": self.episode_number,
+            "stood_in": self._stood_in,
+            "initial": self._initial,
+            "batch": self.batch,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another one gave, before the first step of this one."""
+        fragment, there = state["fragment"], on_device(state, self.device)
+        self.fragment.complete(fragment)
+        self.go_on(there["fragment"]["columns"], fragment["space"], fragment["num_rows"], np.empty(0, np.int64))
+        self.episode_start, self.episode_number = there["start"], there["number"]
+        self._stood_in, self._initial, self.batch = there["stood_in"], there["initial"], there["batch"]
+        self._counted = self.row
+
+    def fragment_in(self, state: Mapping[str, Any]) -> DeviceFragment:
+        """The fragment of this lane, or of the one that it goes on from, that gave this state."""
+        columns: dict[str, Column] = {
+            name: DeviceColumn(name, on_device(rows, self.device)) for name, rows in state["columns"].items()
+        }
+        begun, number = state["begun"]
+        made = DeviceFragment(self.layout, self.index, state["sequence"], columns, begun, number, self.device)
+        made.observation_space = self.observation_spaces[state["space"]]
+        made.complete(state)
+        made.seal(state["num_rows"])
+        return made
+
+    @torch.inference_mode(False)
+    def begin_anew(self, reason: str) -> None:
+        row, fragment, columns = self.row, self.fragment, self.fragment.columns
+        cut = self.episode_start.clamp(min=fragment.first_row) < row
+        newest = self._column.row(row)
+        has_ended, last = (self._ends(row - 1) if row > fragment.first_row else cut), fragment.last_rows.get(row - 1)
+        if last is not None:
+            cuts = map_tree(lambda leaf: cut.view(-1, *[1] * (leaf.ndim - 1)), newest)
+            fragment.last_rows[row - 1] = map_tree(torch.where, cuts, newest, last)
+        elif cut.any() and not has_ended.any():
+            fragment.last_rows[row - 1] = map_tree(torch.clone, newest)
+        numbers = array_of(self.episode_number + self._ends(slice(fragment.first_row, row)).sum(0))
+        columns[Columns.TRUNCATEDS].tree[row - 1] |= cut
+        slots = np.flatnonzero(array_of(cut))
+        fragment.losses.append(Loss(row, self.everyone, slots, reason))
+        fragment.custom_data = {(slot, int(numbers[slot])): {"lost": reason} for slot in slots.tolist()}
+        self.episode_start, self.episode_number = torch.full_like(self._start, row), self.episode_number + ~cut
+        self._counted, self.is_restored = row, False
 
     def starts_of(self, slots: Any) -> Any:
         return self.episode_start

@@ -19,6 +19,7 @@ from rollflow.nodes.env.observation_check import STEP_GIVES, kind_of
 from rollflow.nodes.env.stepping import Stepped
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import EnvError, shown
+from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import leaves_within
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
@@ -59,6 +60,8 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
     `close` closes `env`.
 
     Environments step and reset under `torch.no_grad()`.
+
+    One with `get_state()` and `set_state(state)`, of trees of tensors and plain values, goes on in a run that is saved.
 
     Raises EnvError for environments and spaces other than these, for another autoreset mode than SAME_STEP, for
     observations that are no tensors of a dtype that numpy has, and for other values that are no tensors any[N].
@@ -173,6 +176,31 @@ class TorchEnvs(VectorEnv[Any, Any, Any]):
             infos["final_obs"] = self._before if stepped.final is None else map_tree(_array, stepped.final[0])
         self._before = map_tree(_array, stepped.observations)
         return self._before, rewards, terminateds, truncateds, infos
+
+    # States
+
+    def get_state(self) -> dict[str, Any]:
+        """What the environment's own `get_state()` gives, copied. Raises EnvError if it has none."""
+        self._check_has_state()
+        own = copied(self.env.get_state())
+        there = [torch.is_tensor(leaf) and leaf.device.type != "cpu" for leaf in leaves_of(own)]
+        return {"env": own, "there": there, "before": self._before}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another one gave, once reset. Raises EnvError if it can't."""
+        self._check_has_state()
+        there = iter(state["there"])  # of each leaf; a file has tensors of the host alone
+        self.env.set_state(map_tree(lambda leaf: leaf.to(self.device) if next(there) else leaf, state["env"]))
+        self._before = state["before"]
+
+    def _check_has_state(self) -> None:
+        env, names = self.env, ("get_state", "set_state")
+        is_of_simulation = hasattr(env, "get_state_dict")  # as ManiSkill's, without its steps and targets
+        if is_of_simulation or not all(callable(getattr(env, name, None)) for name in names):
+            raise EnvError(
+                f"{self}: the state of a {type(env).__name__} can't be read; expected it to have get_state() and "
+                "set_state(state), of all that its steps follow from"
+            ).see("state of environments")
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment, if it can be closed."""

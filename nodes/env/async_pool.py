@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from rollflow.nodes.env.env_state import check_states
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, STEP_GIVES, Deviations, ObservationCheck, kind_of
 from rollflow.nodes.env.stepping import autoreset_mode
 from rollflow.stream.data.errors import EnvError, shown
@@ -105,6 +106,17 @@ class AsyncPool:
         is_all = infos.keys() <= _BOOKKEEPING
         kept = {} if is_all else {name: value for name, value in infos.items() if name not in _BOOKKEEPING}
         return SlotAnswers(observations, rewards, terminateds, truncateds, kept, slots)
+
+    def record_actions(self) -> None:
+        """Record nothing: a pool steps its environments itself."""
+
+    def get_state(self) -> list[dict[str, Any]]:
+        """Of each environment why it begins anew."""
+        return [{"restart": f"{type(self.env).__name__} does not say the states of its environments"}] * self.num_envs
+
+    def set_state(self, states: Sequence[Mapping[str, Any]], *of_others: Any) -> None:
+        """Raise EnvError, with the reason that `get_state` has given."""
+        check_states(states, self.num_envs)
 
     def close(self) -> None:
         """Close the environments."""

@@ -175,11 +175,23 @@ class LaneVectorEnv:
                 f"{self.env} is a vector environment, whose slots step together; expected a callable that makes a "
                 "plain one, or lanes=…, a vector environment each"
             ).see("environment")
-        envs, last_of = cast("SyncVectorEnv", self.env).envs, ObservationRows(self.env.single_observation_space)
+        last_of = ObservationRows(self.env.single_observation_space)
         return [
-            OneSlot(env, slot, self._mode, self._check.answer, last_of, turn)
-            for slot, (env, turn) in enumerate(zip(envs, turns, strict=True), first)
+            OneSlot(self, place, first + place, self._mode, self._check.answer, last_of, turn)
+            for place, turn in enumerate(turns)
         ]
+
+    def begun(self, place: int, state: Mapping[str, Any] | None) -> Any:
+        """What is stepped of an environment that has been reset, and goes on from its state; None: from that reset.
+
+        Raises EnvError if it can't.
+        """
+        if self._drops_records:
+            (self._each[place],) = recorded_as_needed([self._each[place]])
+        if state is not None:
+            check_states([state], 1)
+            self._each[place] = restored(self._each[place], state)
+        return self._each[place]
 
     def close(self) -> None:
         """Close the environments."""
@@ -202,28 +214,53 @@ SlotAnswer = tuple[Any, Any]
 where those that it gave are of the next one's reset."""
 
 
+class Beginning(NamedTuple):
+    """How an environment begins."""
+
+    seed: int  # of a reset
+    state: Mapping[str, Any] | None = None  # that it goes on from, as `states_of` gave it; None: a first episode begins
+    resets_next: bool = False  # whether its next step only resets it
+
+
 class OneSlot:
     """One of several environments, each of which is reset and stepped on its own, in whichever thread.
 
+    envs       has it, at a place
     look       is given the first answers
     last_of    makes rows of last observations
     turn       is called when a reset within a step begins, and when it has ended
     """
 
     def __init__(
-        self, env: gym.Env[Any, Any], slot: int, mode: AutoresetMode, look: Look, last_of: ObservationRows, turn: Turn
+        self,
+        envs: LaneVectorEnv,
+        place: int,
+        slot: int,
+        mode: AutoresetMode,
+        look: Look,
+        last_of: ObservationRows,
+        turn: Turn,
     ) -> None:
         self.slot, self._resets_next, self._last_of, self._turn = slot, mode is AutoresetMode.NEXT_STEP, last_of, turn
-        self._look, self._steps, self._resets = look, {slot: env.step}, {slot: env.reset}
+        self._envs, self._place, self._look = envs, place, look
+        self._steps: dict[int, Any] = {}
+        self._resets: dict[int, Any] = {}
 
-    def reset(self, seed: int) -> SlotAnswer:
-        """Reset it, with a seed: what a step would have given."""
-        slot, resets = self.slot, self._resets
-        answer = _reset_slot(partial(resets[slot], seed=seed, options=None), slot, nothing)
+    def begin(self, asked: Beginning) -> SlotAnswer | str | None:
+        """Reset it: what a step would have given. None: it goes on from its state; a text: why it can't."""
+        slot, reset = self.slot, self._envs._each[self._place].reset
+        answer = _reset_slot(partial(reset, seed=asked.seed, options=None), slot, nothing)
         self._look(slot, answer, "the first reset")
+        try:
+            env = self._envs.begun(self._place, asked.state)
+        except EnvError as error:
+            return str(error)
+        self._steps, self._resets = {slot: env.step}, {slot: env.reset}
         _look_once(self._steps, slot, self._look, "its first step", len(STEP_GIVES))
-        _look_once(resets, slot, self._look, "a reset", 2)
-        return (answer[0], 0.0, False, False, answer[1]), None
+        _look_once(self._resets, slot, self._look, "a reset", 2)
+        if asked.resets_next:
+            _reset_in_next_step(self._steps, self._resets, slot, self._turn)
+        return None if asked.state is not None else ((answer[0], 0.0, False, False, answer[1]), None)
 
     def step(self, action: Tree) -> SlotAnswer:
         """Step it with an action, any[...]. What is no such answer as it should be is given on as it is."""

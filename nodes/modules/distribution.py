@@ -281,6 +281,14 @@ class TensorRaces:
             self._drawn = list(chance.clamp_min_(float(_SMALLEST)).log_().neg_().log_().neg_())
         return self._drawn.pop()
 
+    def get_state(self) -> Tensor | None:
+        """What is left of the numbers drawn, f32[n, B, n]; None: nothing is. The generator has a state of its own."""
+        return torch.stack(self._drawn) if self._drawn else None
+
+    def set_state(self, state: Tensor | None) -> None:
+        """Draw what another one would draw that gave this state."""
+        self._drawn = [] if state is None else list(state.to(self._generator.device))
+
 
 class MultiDistribution:
     """Independent distributions, one for each part of a Dict or Tuple space."""

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.connectors.module_to_env.action_pieces import RACES
+from rollflow.nodes.device.lane import DeviceLane
 from rollflow.nodes.offloaded.fragment_message import completed, described, fragment_of, message_of_lane, sent_columns
 from rollflow.stream import wire
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.infos import SlotInfos, copied
 from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.fragments.ready_lane import ReadyLane, SlotAnswers
 
 State = dict[str, Any]
 _OF_LANE = "num_steps", "vector_steps", "policy_version"
@@ -43,6 +45,8 @@ def go_on(lane: Any, state: Mapping[str, Any], acting: Any) -> None:
 
 def plain_fragment(fragment: Any, lane: Any) -> State:
     """A lane's fragment as plain values and arrays. All copies."""
+    if fragment.device is not None:
+        return {"lane": fragment.lane, "tensors": copied(fragment.get_state(lane.observation_spaces))}
     message = message_of_lane(lane, 0, fragment, {})
     return {
         "lane": fragment.lane,
@@ -53,6 +57,8 @@ def plain_fragment(fragment: Any, lane: Any) -> State:
 
 def fragment_in(plain: Mapping[str, Any], lane: Any) -> Any:
     """The fragment that `plain_fragment` was given."""
+    if "tensors" in plain:
+        return lane.fragment_in(plain["tensors"])
     message = wire.Fragment(plain["lane"], 0, plain["columns"], rest_of(plain["rest"]))
     return fragment_of(message, lane.layout, lane.observation_spaces)
 
@@ -60,21 +66,20 @@ def fragment_in(plain: Mapping[str, Any], lane: Any) -> Any:
 # Lanes of one agent
 
 
-def _state_of_lane(lane: Lane) -> State:
+def _state_of_lane(lane: Lane, spare: int = 0) -> State:
     part = copy.copy(lane.fragment)
-    part.num_rows = lane.row - lane.layout.lookback
+    part.num_rows = lane.num_rows
     part.observation_space = lane.observation_space
     rest = described(part, lane.observation_spaces)
     return {
-        "columns": copied(sent_columns(part)),
-        "rest": plain_rest(rest, part.infos[: lane.row + 1]),
+        "columns": copied(sent_columns(part, spare)),
+        "rest": plain_rest(rest, part.infos[: part.last_row + 1]),
         "starts": lane.episode_start.copy(),
         "numbers": lane.episode_number.copy(),
         "ended": np.flatnonzero(lane.dead),
         "data": [[*key, data] for key, data in copy.deepcopy(lane.custom_data).items()],
         "batch": copied(lane.batch),
-        "sampling": _state_of_sampling(lane.shared_data),
-        **{name: getattr(lane, name) for name in _OF_LANE},
+        **_counts_and_sampling(lane),
     }
 
 
@@ -88,10 +93,40 @@ def _go_on_lane(lane: Lane, state: Mapping[str, Any], acting: Any) -> None:
     lane.episode_start[:], lane.episode_number[:] = state["starts"], state["numbers"]
     lane.custom_data = {(slot, number): data for slot, number, data in state["data"]}
     lane.go_on(state["columns"], rest["space"], rest["num_rows"], state["ended"])
-    for name in _OF_LANE:
-        setattr(lane, name, state[name])
     lane.batch = state["batch"]
-    _set_sampling(lane.shared_data, state["sampling"])
+    _set_counts_and_sampling(lane, state)
+
+
+def _state_of_ready(lane: ReadyLane) -> State:
+    held = [copied(_answers_in(each, _plain_infos)) for each in lane.held]
+    # Behind the newest observations are actions that are under way.
+    return _state_of_lane(lane, 1) | {"ended": np.empty(0, np.int64), "slots": lane.get_state(), "held": held}
+
+
+def _go_on_ready(lane: ReadyLane, state: Mapping[str, Any], acting: Any) -> None:
+    _go_on_lane(lane, state, acting)
+    lane.set_state(
+        state["slots"], [SlotAnswers(**_answers_in(SlotAnswers(**each), _infos_of)) for each in state["held"]]
+    )
+
+
+def _answers_in(answers: SlotAnswers, form: Callable[[Any], Any]) -> State:
+    """The fields of answers, with infos in another form."""
+    final = None if answers.final is None else (answers.final[0], form(answers.final[1]))
+    return answers._replace(infos=form(answers.infos), final=final)._asdict()
+
+
+# Lanes on a device
+
+
+def _state_of_tensors(lane: DeviceLane) -> State:
+    return {**copied(lane.get_state()), **_counts_and_sampling(lane)}
+
+
+def _go_on_tensors(lane: DeviceLane, state: Mapping[str, Any], acting: Any) -> None:
+    lane.observation_spaces = (lane.observation_space, *acting.env_to_module.observation_spaces)
+    lane.set_state(state)
+    _set_counts_and_sampling(lane, state)
 
 
 # Parts of a state
@@ -130,18 +165,25 @@ def _infos_of(plain: Any) -> Any:
     return infos
 
 
-def _state_of_sampling(shared: Mapping[str, Any]) -> State:
+def _counts_and_sampling(lane: Any) -> State:
+    shared = lane.shared_data
     plain = {name: value for name, value in shared.items() if isinstance(value, bool | int | float | str)}
-    return {"generator": shared["generator"].get_state(), RACES: shared[RACES].get_state(), "plain": plain}
+    sampling = {"generator": shared["generator"].get_state(), RACES: shared[RACES].get_state(), "plain": plain}
+    return {"sampling": sampling, **{name: getattr(lane, name) for name in _OF_LANE}}
 
 
-def _set_sampling(shared: State, state: Mapping[str, Any]) -> None:
-    shared |= state["plain"]
-    shared["generator"].set_state(state["generator"])
-    shared[RACES].set_state(state[RACES])
+def _set_counts_and_sampling(lane: Any, state: Mapping[str, Any]) -> None:
+    shared, sampling = lane.shared_data, state["sampling"]
+    shared |= sampling["plain"]
+    for name in ("generator", RACES):
+        shared[name].set_state(sampling[name])
+    for name in _OF_LANE:
+        setattr(lane, name, state[name])
 
 
 # Class of a lane -> what gives its state, and what has a new one go on from that. A subclass is another kind.
 KINDS: dict[type, tuple[Callable[[Any], State], Callable[[Any, Mapping[str, Any], Any], None]]] = {
     Lane: (_state_of_lane, _go_on_lane),
+    ReadyLane: (_state_of_ready, _go_on_ready),
+    DeviceLane: (_state_of_tensors, _go_on_tensors),
 }

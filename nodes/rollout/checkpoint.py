@@ -42,6 +42,7 @@ from rollflow.stream.data.errors import (
 )
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.stored_files import StoredKind, checksums, link, write_synced
+from rollflow.stream.fragments.ready_lane import ReadyLane
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +269,8 @@ def layout_of(environments: Any) -> State:
         "lookback": environments.lookback,
         "deterministic": environments.keeps_order,
         "does": environments.does,
+        "step_apart": any(isinstance(lane, ReadyLane) for lane in environments.lanes),
+        "on_device": any(getattr(lane, "device", None) is not None for lane in environments.lanes),
         "autoreset": str(getattr(environments.envs[0], "metadata", {}).get("autoreset_mode")),
         "agents": [[list(agents), described(seen), described(done)] for agents, seen, done, _ in environments.parts],
     }

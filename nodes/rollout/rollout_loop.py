@@ -21,6 +21,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.environments import Environments, EnvKind
 from rollflow.nodes.env.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.env.workers.ready_slots import ReadySlots
 from rollflow.nodes.env.workers.thread_node import ThreadEnvironments
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
@@ -136,7 +137,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
             if options.checkpoints is not None:
-                self._check_place("checkpoints are", _IN_ORDER)
+                self._check_place("checkpoints are", (*_IN_ORDER, ReadySlots))
             if isinstance(schedule, Recording):
                 self._check_place("Watch(record=…) is", _IN_ORDER[:3])
             if isinstance(schedule, Replay):
@@ -674,7 +675,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             return {
                 "acting": copied(acting.get_state()),
                 "pipelines": {name: copied(pipeline.get_state()) for name, pipeline in self._saved_pipelines()},
-                "environments": environments.get_state(),  # whole rollouts elsewhere say those of their lanes with it
+                # First: whole rollouts elsewhere say those of their lanes with it, and others hold what was under way.
+                "environments": environments.get_state(),
                 "lanes": [state_of_lane(lane) for lane in environments.lanes],
                 "vector_steps": environments.vector_steps,
                 "first_step": environments.lanes[0].first_step,

@@ -533,6 +533,11 @@ class Lane(SlotLane):
         return self.fragment.sequence
 
     @property
+    def num_rows(self) -> int:
+        """Vector steps of the current fragment so far."""
+        return self.row - self.layout.lookback
+
+    @property
     def steps_under_way(self) -> int:
         """Number of transitions that the next vector step makes."""
         return self.layout.num_slots - (0 if self._dead is None else int(np.count_nonzero(self._dead)))

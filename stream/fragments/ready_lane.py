@@ -13,8 +13,8 @@ slot that is under way move to the next fragment, in which its step ends.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -84,6 +84,7 @@ class ReadyLane(Lane):
         self._resets = np.zeros(layout.num_slots, np.bool_)  # slots whose next answer is a first observation
         self._lost, self._gone = self._resets.copy(), self._resets.copy()  # of those, that stay in their rows; for good
         self._came: list[Slots] = []  # slots whose answer has come since the turn began
+        self.held: deque[SlotAnswers] = deque()  # answers that have come, and are recorded in later turns
         self._finals: list[tuple[Slots, Tree]] = []  # slots whose episodes those have ended, and last observations
         self._final_infos = SlotInfos(count=layout.num_slots)  # that go with these
         self._begin_fragment()
@@ -91,7 +92,7 @@ class ReadyLane(Lane):
     def run_ahead(self, num_fragments: int | None) -> None:
         """Wait at no fragment's end for slots that are under way, but at that of the last of so many (None: no end)."""
         self._num_ahead = math.inf if num_fragments is None else num_fragments - 1
-        self._begin_fragment()
+        self._set_end()
 
     @property
     def at(self) -> Slots:
@@ -233,16 +234,22 @@ class ReadyLane(Lane):
             self._keep_infos(slots, infos)
 
     def _received(self, turn: Slots) -> list[tuple[Slots, Tree]]:
-        """Receive all answers for slots outside of a turn, i64[K]: their slots and observations."""
-        received, awaited = list[tuple[Slots, Tree]](), ~self._gone
+        """Take in all answers for slots outside of a turn, i64[K]: their slots and observations."""
+        received = list[tuple[Slots, Tree]]()
+        for answers in self._answers_without(turn):
+            self._take_in(answers)
+            received.append((answers.slots, answers.observations))
+        return received
+
+    def _answers_without(self, turn: Slots) -> Iterator[SlotAnswers]:
+        """All answers for slots outside of a turn, i64[K]: those that are held, and those that are received."""
+        awaited = ~self._gone
         awaited[turn] = False
         while (awaited & ~self._gone).any():
-            answer = self._receive()
-            if answer is not None:
-                self._take_in(answer)
-                received.append((answer.slots, answer.observations))
-                awaited[answer.slots] = False
-        return received
+            answers = self.held.popleft() if self.held else self._receive()
+            if answers is not None:
+                awaited[answers.slots] = False
+                yield answers
 
     def _begin_turn(self, parts: Sequence[tuple[Slots, Tree]]) -> None:
         """Begin a turn of answers' slots, whose newest observations are to be recorded."""
@@ -309,6 +316,62 @@ class ReadyLane(Lane):
         column.write_items(rows, slots, values)
         self.episodes.show(column.items(rows, slots), is_settled=True)
 
+    # A lane that goes on from another one's state
+
+    def hold_answers(self) -> None:
+        """Receive all that is under way, and hold it for the next turns: no slot makes a step then."""
+        if not self.has_stopped:
+            self.held.extend(list(self._answers_without(self.episodes.slots)))
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.at.max()) - self.layout.lookback
+
+    @property
+    def dead(self) -> NDArray[np.bool_]:
+        """bool[N]: slots whose next step, after the answers that are held, only resets them."""
+        dead = self._resets & ~self._lost
+        for answers in self.held:
+            dead[answers.slots] = (answers.terminateds | answers.truncateds) & (answers.final is None)
+        return dead
+
+    def get_state(self) -> dict[str, Any]:
+        """Where its slots stand at the gate, in plain form, but for what is held."""
+        return {
+            "turn": self.episodes.slots.copy(),
+            "at": self.at,
+            "resets": self._resets.copy(),
+            "lost": self._lost.copy(),
+            "answers": [self._answers_before, self._answers],
+            "at_start": self.at_start,
+        }
+
+    def set_state(self, state: Mapping[str, Any], held: Sequence[SlotAnswers]) -> None:
+        """Have slots stand where those of another one did that gave this state. After `go_on`."""
+        self._places, turn = state["at"] * self.layout.num_slots + self.everyone, state["turn"]
+        self._resets, self._lost = state["resets"].copy(), state["lost"].copy()
+        self._answers_before, self._answers = state["answers"]
+        self._look_at, self.at_start, self.row = 0, state["at_start"], self.layout.lookback
+        self.held.extend(held)
+        self._set_end()
+        self._turn = _index_of(self._places[turn])
+        self.episodes = LaneEpisodes(self, turn, self._column.items(self.rows_of(turn), turn), is_settled=True)
+
+    def begin_anew(self, reason: str) -> None:
+        self.held.clear()
+        self.lose(reason, self.everyone)
+        self.is_restored = False
+
+    def reset(self, observations: Tree, infos: Mapping[str, Any]) -> None:
+        if not self._resets.any():
+            super().reset(observations, infos)
+            return
+        # It was to go on from another one.
+        no, at_start, count = np.zeros(self._shape, np.bool_), self.at_start, self._answers
+        self._take_in((observations, np.zeros(self._shape), no, no, infos, self.everyone, None))
+        self.at_start, self._answers = at_start, count
+        self._take_observations(observations)
+
     # Fragments
 
     def cut(self) -> Fragment:
@@ -332,17 +395,22 @@ class ReadyLane(Lane):
 
     def _begin_fragment(self) -> None:
         """Count the answers of a fragment from now on."""
+        self._set_end()
+        self._answers_before, self._answers, self._turns = self._answers_before + self._answers, 0, 0
+        self._look_at = self.layout.num_rows  # up to which no slot has filled its rows
+        self._rewards, self._flat = self.fragment.columns[Columns.REWARDS].tree.reshape(-1), defaultdict(dict)
+
+    def _set_end(self) -> None:
+        """Set the number of answers at which the fragment is full."""
         layout, self._is_ahead = self.layout, self.sequence < self._num_ahead
         # Where the others are waited for, no more actions are sent once they make the fragment full.
         self._enough = layout.num_slots * layout.num_rows // 2 - (0 if self._is_ahead else layout.num_slots - 1)
-        self._answers_before, self._answers, self._turns = self._answers_before + self._answers, 0, 0
-        self._look_at = layout.num_rows  # up to which no slot has filled its rows
-        self._rewards, self._flat = self.fragment.columns[Columns.REWARDS].tree.reshape(-1), defaultdict(dict)
 
     def release(self) -> None:
         super().release()
         self.has_stopped, self._flat, self._rewards = True, {}, np.empty(0, np.float32)
         self._finals.clear()
+        self.held.clear()
 
 
 def _end_to_end(leaf: NDArray[Any]) -> NDArray[Any]:

@@ -78,10 +78,16 @@ class SlotsLink(LaneLink):
         return 0  # the lane is told once a slot begins anew
 
     def _reset(self) -> None:
-        node, slots = self.node, self.slots
+        node, slots, lane = self.node, self.slots, self.lane
         first = node.first_slots()[0] + slots[0]
-        seeds = node.seeds_of_slots(first, len(slots), self.starts)
-        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds, "first_slot": slots[0], "slots": node.num_envs}))
+        seeds = node.seeds_of_slots(first, len(slots), self.starts + lane.vector_steps * lane.is_restored)
+        layout = {"seeds": seeds, "first_slot": slots[0], "slots": node.num_envs, "records": node.records_actions}
+        if lane.is_restored and self.starts:  # it was lost before it went on
+            node.not_gone_on = self.reason
+        elif lane.is_restored:
+            part = slice(slots[0], slots[-1] + 1)
+            layout["goes_on"] = list(zip(node.states_before[0][part], lane.dead[part].tolist(), strict=True))
+        self.send_block(FrameKind.LAYOUT, pack(layout))
         self.send(frame(FrameKind.BLOCK, number=node.block.size), node.block.fd)
         self.send(frame(FrameKind.RESET), node.answers_to)
         for slot in slots:
@@ -179,10 +185,16 @@ class ReadyProcesses(ReadySlots, WorkerNode):
 
     # For `ReadySlots`
 
+    def _go_on(self, remote: Any) -> None:
+        if remote.phase in _RESET:  # a slot could not go on
+            remote.phase = LanePhase.MADE
+        super()._go_on(remote)
+
     def _taken(self, lane: Any, came: list[Any]) -> Any:
         if self._resets is not None:  # what a worker answered before it was lost does not count
             if any(self.asked_at) or any(link.phase not in _RESET for link in self.remotes):
                 return None
+            self.not_gone_on = next((each["anew"] for each in self.beside.values() if "anew" in each), self.not_gone_on)
             self._resets, came = list(range(self.num_envs)), []
             self._phases = [_HELD] * self.num_envs
         return super()._taken(lane, came)
@@ -299,7 +311,8 @@ class ReadyProcesses(ReadySlots, WorkerNode):
     def _tell_begun(self, slots: Sequence[int], *phases: int) -> list[int]:
         """Tell the lane of those among slots that are in one of some phases, BEGUN if none is given: these."""
         lane, phases = self.lanes[0], phases or (_BEGUN,)
-        begun = [slot for slot in slots if self._phases[slot] in phases and slot in self._to_end]
+        held = {slot for each in lane.held for slot in each.slots.tolist()}  # which the lane gets first
+        begun = [slot for slot in slots if self._phases[slot] in phases and slot in self._to_end and slot not in held]
         reasons = {slot: self._to_end.pop(slot) for slot in begun}
         for reason in set(reasons.values()):
             self.lost_steps += lane.lose(reason, np.array([slot for slot in begun if reasons[slot] == reason]))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
-from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
+from rollflow.nodes.env.stepping import Beginning, OneSlot, SlotAnswer, joiner_of_slots
 from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import (
     FINAL_OBS,
@@ -30,7 +30,7 @@ from rollflow.nodes.env.workers.lane_server import LaneClosed, LaneServer, failu
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import info_of
-from rollflow.stream.data.packing import unpack
+from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.data.tree import Tree, map_tree
 
 ANSWERED = Columns.OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS
@@ -53,13 +53,24 @@ class ReadyServer(LaneServer):
             if self._pipe >= 0:
                 os.close(self._pipe)
             self._pipe = asked.fd
-            for one, seed in zip(self._slots(), self._seeds, strict=True):
+            states: Any = self._goes_on or [(None, False)] * len(self._seeds)
+            for one, seed, (state, resets_next) in zip(self._slots(), self._seeds, states, strict=True):
                 self._asked[frame(FrameKind.STEP, number=one.slot)] = one
-                self._give(one.slot, one.reset(seed))
+                given = one.begin(Beginning(seed, state, resets_next))
+                if type(given) is tuple:
+                    self._give(one.slot, given)
+                elif given is None:
+                    self._tell(one.slot)
+                else:
+                    self._send(frame_with(FrameKind.DONE, pack({"slot": one.slot, "anew": given})))
+                    self._tell(~one.slot)
             return frame_with(FrameKind.DONE, b"")
         if kind is FrameKind.LAYOUT:
             fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
             self._seeds, self._first, slots = fields["seeds"], fields["first_slot"], fields["slots"]
+            self._goes_on = fields.get("goes_on")
+            if fields["records"]:
+                self._env.record_actions()
             space, actions = self._env.env.single_observation_space, self._env.env.single_action_space
             self._layout, self._join = lane_block(space, actions, slots, 1, 0), joiner_of_slots(space)
             self._one_action = batch_space(actions, 1)
@@ -68,8 +79,10 @@ class ReadyServer(LaneServer):
             self._actions = map_tree(lambda leaf: leaf[0], columns[Columns.ACTIONS].tree)
             self._plain = [columns[name].tree[0] for name in ANSWERED[1:]]
         else:
-            self._asked, answer = {}, super()._do(asked)
-            self._slots()  # or an error
+            answer = super()._do(asked)
+            if kind is FrameKind.MAKE:
+                self._asked = {}
+                self._slots()  # or an error
             return answer
         return b""
 
@@ -103,7 +116,7 @@ class ReadyServer(LaneServer):
     def _give(self, slot: int, given: SlotAnswer) -> None:
         """Write an answer to shared memory, and tell its slot."""
         if self._is_written(slot, *given):
-            os.write(self._pipe, slot.to_bytes(8, byteorder, signed=True))
+            self._tell(slot)
             return
         columns, slots = self._columns, np.array([slot])
         observations, rewards, terminateds, truncateds, infos, final = self._join([slot], [given])
@@ -114,7 +127,10 @@ class ReadyServer(LaneServer):
         for name, values in answer.items():
             columns[name].write_items(0, slots, values)
         self._send(frame_with(FrameKind.DONE, self._deviations.packed({"slot": slot, **fields})))
-        os.write(self._pipe, (~slot).to_bytes(8, byteorder, signed=True))
+        self._tell(~slot)
+
+    def _tell(self, slot: int) -> None:
+        os.write(self._pipe, slot.to_bytes(8, byteorder, signed=True))
 
     def _is_written(self, slot: int, answer: Any, final: Any) -> bool:
         """Write an answer that has nothing but its columns; False: it has more, or is to be looked at."""

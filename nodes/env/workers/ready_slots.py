@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import get_ident, get_native_id
 from time import perf_counter
@@ -18,7 +19,7 @@ from gymnasium.vector.utils import iterate
 
 from rollflow.nodes.env.env_source import side_by_side
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, ObservationCheck
-from rollflow.nodes.env.stepping import OneSlot, SlotAnswer, joiner_of_slots
+from rollflow.nodes.env.stepping import Beginning, OneSlot, joiner_of_slots
 from rollflow.nodes.env.workers.job_thread import JobThread
 from rollflow.nodes.env.workers.lane_status import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.lanes_elsewhere import LanesElsewhere
@@ -51,6 +52,7 @@ class ReadySlots(LanesElsewhere):
         self._rings = False  # whether slots that have answered are to say so by the descriptor
         self._resets: list[Any] | None = []  # what has been answered to the first resets; None: all have come
         self._to_end: dict[int, str] = {}  # slots that were lost, until they begin anew, and why
+        self.not_gone_on = ""  # why a slot of a lane that is restored does not go on; "": all do, so far
         super().__init__(env, **options)
         self._check = ObservationCheck(self.observation_space, self.deviations, f"lane {self._first_lane}, ")
 
@@ -74,17 +76,24 @@ class ReadySlots(LanesElsewhere):
         if self.trace is not None:
             self.trace.begins(lane.index)
         self._send(*lane.actions)
-        came = self._come(_WAIT_S) if self.may_wait else None
-        if not came:
+        came = self._come(_WAIT_S) if self.may_wait and not lane.held else None
+        if not (came or lane.held):
             self._rings = True  # from now on, and what came before is looked for
             came = self._come(0.0)
-        return self._taken(lane, came) if came else None
+        return self._taken(lane, came or []) if came or lane.held else None
 
     def completed(self) -> Iterator[Any]:
         """The lane, once slots are ready. Raises what an environment raised; EnvError when one is late."""
         came = self._come(0.0)
         if came and (lane := self._taken(self.lanes[0], came)) is not None:
             yield lane
+
+    def get_state(self) -> list[Any]:
+        """The states of the lane's environments, once all slots have answered: the lane holds that."""
+        self.lanes[0].hold_answers()
+        states = list(chain.from_iterable(super().get_state()))
+        anew = [state for state in states if "restart" in state]
+        return [anew[:1] * self.num_envs or states]  # one of a lane whose slots all begin anew, if one does
 
     def finish(self) -> Iterator[Any]:
         """The lane, with the steps that are under way: no more are asked for."""
@@ -132,9 +141,14 @@ class ReadySlots(LanesElsewhere):
         if self._resets is None:
             until = perf_counter() + self._max_wait if self._max_wait and not self.is_draining else 0.0
             # What a slot answers once it has begun anew does not go with what it answered before.
-            while until and not self._to_end and len(came) < self.num_envs and (left := until - perf_counter()) > 0:
+            while (
+                until
+                and not (self._to_end or lane.held)
+                and len(came) < self.num_envs
+                and (left := until - perf_counter()) > 0
+            ):
                 came += self._heard_within(left)
-            answers, step = self._joined(came), lane.vector_steps
+            answers, step = lane.held.popleft() if lane.held else self._joined(came), lane.vector_steps
             if step in CHECKED_STEPS:
                 self._check.slots(answers.observations, step, answers.slots, dtypes=False)
                 self._look_at_load()
@@ -148,9 +162,16 @@ class ReadySlots(LanesElsewhere):
             self._resets += came
             if len(self._resets) < self.num_envs:
                 return None
-            first = self._joined(self._resets)
-            self._check.slots(first.observations, dtypes=False)
-            lane.reset(first.observations, first.infos)
+            if lane.is_restored and self.not_gone_on:
+                self.begin_anew(lane, self.not_gone_on)
+                self._resets = []
+                for remote in self.remotes:
+                    self._go_on(remote)
+                return None
+            if not lane.is_restored:
+                first = self._joined(self._resets)
+                self._check.slots(first.observations, dtypes=False)
+                lane.reset(first.observations, first.infos)
             self._resets = None
         self.in_flight, self._rings = 0, False
         return lane
@@ -181,7 +202,7 @@ class SlotThread(LaneStatus):
     """A slot that a thread steps.
 
     one      its environment
-    asks     what it is asked for: the seed of the first reset, then actions; None: to end
+    asks     what it is asked for: a `Beginning`, then actions; None: to end
     begun    when its thread began what it is at, in ns; 0: it is at nothing
     ident, native_id    of its thread
     """
@@ -258,6 +279,11 @@ class ReadyThreads(ReadySlots):
             super().close()
         self.is_closed = True
 
+    def start(self) -> Iterator[Any]:
+        for remote in self.remotes:
+            remote.thread.put(partial(self._serve, remote))
+        return super().start()
+
     # For `ReadySlots`
 
     def progress(self, lane: int) -> ProgressMark:
@@ -269,8 +295,10 @@ class ReadyThreads(ReadySlots):
         raise NotImplementedError  # slots are asked together
 
     def _go_on(self, remote: SlotThread) -> None:
-        remote.asks.put(self.seeds_of_lane(0, 0)[remote.index])
-        remote.thread.put(partial(self._serve, remote))
+        lane, slot = remote.lane, remote.index
+        seed = self.seeds_of_lane(0, lane.vector_steps if self.states_before else 0)[slot]
+        state = self.states_before[0][slot] if lane.is_restored else None
+        remote.asks.put(Beginning(seed, state, lane.dead[slot]))
 
     def _send(self, slots: Any, actions: Tree) -> None:
         remotes = self.remotes
@@ -354,19 +382,20 @@ class ReadyThreads(ReadySlots):
         one, slot, get, put, times = remote.one, remote.index, remote.asks.get, self._answered.put, self.call_times
         remote.ident, number = get_ident(), 0
         remote.native_id = get_native_id()  # once both are known
-        call: Any = one.reset
         while (asked := get()) is not None:
             remote.begun = began = clock()
-            answer: SlotAnswer | None = None
+            begins, answer = type(asked) is Beginning, None
             try:
-                answer = call(asked)
+                answer = one.begin(asked) if begins else one.step(asked)
             except BaseException as error:  # also a SystemExit: to be raised where the rollout is read
-                error.add_note(f"slot {slot}, step {number - 1}" if number else f"slot {slot}, the first reset")
+                error.add_note(f"slot {slot}, the first reset" if begins else f"slot {slot}, step {number}")
                 self._raised.append(error)
+            if type(answer) is str:
+                self.not_gone_on = answer
             remote.begun = 0
             times.add(clock() - began)
             put((slot, answer))
             if self._rings:
                 self._bell.ring()
-            call, number = one.step, number + 1
+            number += not begins
             del answer, asked  # which this frame would hold while it waits

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,16 +23,33 @@ import numpy as np
 import pytest
 import torch
 import walk_env
+from extras import needs
 from hypothesis import given, settings, strategies as st
 from kill_runs import digest
 from numbered_env import NumberedEnv
 from remote_hosts import hosting
 from remote_rollouts import await_that
+from stand_in_pool import StandInPool
+from tensor_envs import of_arrays
+from tensor_walk import SilentTensorWalk, TensorWalk
 from together import Together
 from walk_env import Stuck, Walk
 
-from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RLModule, Rollout, Timeouts
+from rollflow import (
+    Checkpoints,
+    Forward,
+    GeneralAdvantageEstimation,
+    JaxEnvs,
+    MeanStdFilter,
+    MultiAgentRollout,
+    RemoteEnvs,
+    RLModule,
+    Rollout,
+    Timeouts,
+    TorchEnvs,
+)
 from rollflow.nodes import RandomModule
+from rollflow.nodes.env.workers.ready_slots import ReadySlots
 from rollflow.nodes.rollout.checkpoint import RUN, read
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
@@ -85,11 +103,65 @@ def learnt(rollout: Rollout, rounds: int) -> Iterator[str]:
 
 def begun(env: Any = "CartPole-v1", **options: Any) -> Rollout:
     torch.manual_seed(0)
+    if "made" in options:
+        return Rollout(options.pop("made")(), **({"fragment_length": 16, "seed": 3} | options))
     return Rollout(env, **({"num_envs": 4, "fragment_length": 16, "seed": 3} | options))
+
+
+def resumed_from(folder: Path, options: dict[str, Any]) -> Rollout:
+    """A run with these options that goes on: what no file can have is given again."""
+    env, connector = options.get("env"), {name: options[name] for name in options if "connector" in name}
+    if "made" in options:
+        env = options["made"]()
+    return Rollout.resume(folder, None if isinstance(env, str) else env, **connector)
 
 
 def filtered(env: Any) -> Any:
     return MeanStdFilter()
+
+
+APART: dict[str, Any] = {"forward": Forward(max_batch=4)}
+
+
+def with_answers_in_order(rollout: Rollout) -> Rollout:
+    """Slots of this rollout that step apart answer one at a time, in their order."""
+    node: Any = rollout.environments
+    if not isinstance(node, ReadySlots):
+        return rollout
+    usual, order, early = node._heard_within, deque(range(node.num_envs)), dict[int, Any]()
+    order.rotate(-int(node.lanes[0].episodes.slots[0]))  # a run that goes on has had the answers of those before
+
+    def heard(wait_s: float) -> list[Any]:
+        came = usual(wait_s)
+        if node._resets is not None:
+            return came
+        early.update((each if isinstance(each, int) else each[0], each) for each in came)
+        if order[0] not in early:
+            return []
+        order.rotate(-1)
+        return [early.pop(order[-1])]
+
+    node._heard_within = heard
+    return rollout
+
+
+def tensors() -> TorchEnvs:
+    return TorchEnvs(TensorWalk(), allow_host_copies=True)
+
+
+def lanes_of_tensors() -> list[TorchEnvs]:
+    return [TorchEnvs(TensorWalk(gives_final=gives_final)) for gives_final in (True, False)]
+
+
+def in_jax() -> JaxEnvs:
+    needs("jax")
+    from jax_forms import Gymnax1
+
+    return JaxEnvs(Gymnax1(), num_envs=3)
+
+
+def gae(observation_space: Any, action_space: Any) -> Any:
+    return GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -112,14 +184,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "replayed in the next step": {"env": Walk, "autoreset_mode": "NextStep"},
     "ahead": {"prefetch": 2, "lanes": 2, "deterministic": True, "env_to_module_connector": filtered},
     "ahead in threads": {"prefetch": 1, "lanes": 2, "deterministic": True, "where": "threads"},
+    "apart in threads": {"where": "threads", **APART, "env_to_module_connector": filtered},
+    "apart in processes": {"where": "processes", **APART, "workers": 2, "model_config": {"use_lstm": True}},
+    "apart in the next step": {"where": "processes", **APART, "workers": 1, "env": Walk, "autoreset_mode": "NextStep"},
+    "apart and replayed": {"where": "threads", **APART, "env": Walk},
+    "tensors": {"made": tensors, "env_to_module_connector": filtered},
+    "tensors and lstm": {"made": tensors, "model_config": {"use_lstm": True}, "lookback": 3},
+    "lanes of tensors": {"made": lanes_of_tensors, "prefetch": 1, "deterministic": True, "learner_connector": gae},
+    "tensors as arrays": {"made": tensors, "learner_connector": gae, "env_to_module_connector": of_arrays},
+    "jax": {"made": in_jax, "learner_connector": gae},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Path) -> None:
-    whole = list(learnt(begun(**WAYS[way]), ROUNDS))
+    whole = list(learnt(with_answers_in_order(begun(**WAYS[way])), ROUNDS))
     options = WAYS[way] | {"checkpoints": Checkpoints(tmp_path, every_s=1e9)}
-    first, run = [], begun(**options)
+    first, run = [], with_answers_in_order(begun(**options))
     for number, text in enumerate(learnt(run, ROUNDS), 1):
         first.append(text)
         if number == STOP:
@@ -127,8 +208,7 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Pa
             break
     run.close()
     torch.manual_seed(99)  # of another process
-    env, connector = options.get("env"), {name: options[name] for name in options if "connector" in name}
-    resumed = Rollout.resume(tmp_path, env if callable(env) else None, **connector)
+    resumed = with_answers_in_order(resumed_from(tmp_path, options))
     rest = list(learnt(resumed, ROUNDS - STOP))
     assert first + rest[:-1] == whole[:-1]
     if not options.get("prefetch"):  # how far it is ahead in the end depends on the machine
@@ -190,7 +270,9 @@ def test_other_modules_and_pieces_than_the_runs_are_refused(given: Any, text: st
         Rollout.resume(tmp_path, **given)
 
 
-@pytest.mark.parametrize("given", [{"deterministic": True}, {"autoreset_mode": "NextStep"}])
+@pytest.mark.parametrize(
+    "given", [{"deterministic": True}, {"autoreset_mode": "NextStep"}, {"where": "threads", **APART}], ids=str
+)
 def test_lanes_that_go_on_in_another_way_begin_anew(given: Any, tmp_path: Path, caplog: Any) -> None:
     one_by_one = partial(gym.make, "CartPole-v1")
     with (run := begun(one_by_one)):
@@ -200,6 +282,27 @@ def test_lanes_that_go_on_in_another_way_begin_anew(given: Any, tmp_path: Path, 
         assert "environments begin anew, and what was under way is left out" in caplog.text
         next(run.batches())
     assert run.num_steps > 64
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("apart")])
+def test_slots_that_step_apart_go_on_from_any_of_their_steps(way: str, tmp_path: Path) -> None:
+    options = WAYS[way] | {"prefetch": 2, "num_fragments": 12}
+
+    def digests(rollout: Rollout, folder: Path | None = None) -> Iterator[str]:
+        with with_answers_in_order(rollout):
+            for number, batch in enumerate(rollout.batches()):
+                yield digest(batch)
+                if folder is not None and number < 8:
+                    rollout.save(folder / f"{number}")
+
+    whole = list(digests(begun(**options)))
+    saved = list(digests(begun(**options, checkpoints=Checkpoints(tmp_path / "own", every_s=1e9)), folder=tmp_path))
+    assert saved == whole
+    for number in (0, 4, 7):
+        resumed = resumed_from(tmp_path / f"{number}", options)
+        lane: Any = resumed.environments.lanes[0]
+        assert lane.held
+        assert list(digests(resumed)) == whole[number + 1 :]
 
 
 def numbers(fragment: Any, into: list[tuple[int, ...]]) -> None:
@@ -214,11 +317,15 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
     options: dict[str, Any] = {
         "num_envs": data.draw(st.integers(1, 3)),
         "fragment_length": data.draw(st.integers(1, 7)),
-        **{name: data.draw(st.sampled_from(of)) for name, of in ELSEWHERE.items()},
-        "lanes": 1,
         "autoreset_mode": data.draw(st.sampled_from(["SameStep", "NextStep"])),
-        "deterministic": data.draw(st.booleans()),
     }
+    elsewhere_in = ELSEWHERE
+    if data.draw(st.booleans()):
+        options |= {"lanes": 1, "deterministic": data.draw(st.booleans())}
+    else:
+        elsewhere_in = ELSEWHERE | {"where": ["threads"]}
+        options["forward"] = Forward(max_batch=4, max_wait=data.draw(st.sampled_from([0.0, 1e-3])))
+    options |= {name: data.draw(st.sampled_from(of)) for name, of in elsewhere_in.items()}
     folder = tmp_path_factory.mktemp("run")
     slots = iter(range(100))
     lengths = 3, 9
@@ -236,7 +343,7 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
                 if number == stop:
                     rollout.save(folder)
                     break
-        elsewhere = {name: data.draw(st.sampled_from(of)) for name, of in ELSEWHERE.items()}
+        elsewhere = {name: data.draw(st.sampled_from(of)) for name, of in elsewhere_in.items()}
         rollout = Rollout.resume(folder, make, module=RandomModule, **elsewhere)
     with rollout:
         for fragment in rollout.fragments():
@@ -266,20 +373,53 @@ def test_infos_of_ended_episodes_go_on_in_fragments_that_were_ready(tmp_path: Pa
         assert first + [infos(each) for each in resumed.fragments()] == whole
 
 
-@pytest.mark.parametrize("where", ["inline", "processes", "rollouts"])
-def test_environments_that_cannot_be_read_begin_anew_and_say_so(where: str, tmp_path: Path, caplog: Any) -> None:
-    with (run := begun(Walk, lanes=1, where=where)):
-        for _ in run.batches():
-            run.save(tmp_path)
-            break
-    assert "begins lane 0's episodes anew: Walk: the state of a Walk can't be read" in caplog.text
+SILENT: dict[str, tuple[dict[str, Any], str]] = {
+    "inline": ({"env": Walk, "lanes": 1}, "Walk: the state of a Walk can't be read"),
+    "processes": ({"env": Walk, "lanes": 1, "where": "processes"}, "Walk: the state of a Walk can't be read"),
+    "rollouts": ({"env": Walk, "lanes": 1, "where": "rollouts"}, "Walk: the state of a Walk can't be read"),
+    "apart in threads": ({"env": Walk, "where": "threads", **APART}, "Walk: the state of a Walk can't be read"),
+    "apart in processes": ({"env": Walk, "where": "processes", **APART, "workers": 2}, "Walk: the state of a Walk"),
+    "pool": (
+        {"made": lambda: StandInPool([NumberedEnv(slot, lengths=(3, 9)) for slot in range(4)], 2)},
+        "StandInPool does not say the states of",
+    ),
+    "tensors": ({"made": lambda: TorchEnvs(SilentTensorWalk(4))}, "TorchEnvs(SilentTensorWalk): the state of"),
+}
+
+
+@pytest.mark.parametrize("way", SILENT)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_environments_that_cannot_be_read_begin_anew_and_say_so(
+    way: str, prefetch: int, tmp_path: Path, caplog: Any
+) -> None:
+    options, reason = SILENT[way]
+    with (run := begun(**options, prefetch=prefetch)):
+        batches = run.batches()
+        for _ in range(2):
+            next(batches)
+        run.save(tmp_path)
+        handed = run._rounds.handed_steps
+    assert f"begins lane 0's episodes anew: {reason}" in caplog.text
     manifest = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
     assert manifest["environments"] == [["restart"]]
-    with (run := Rollout.resume(tmp_path, Walk)):
-        fragment = next(run.fragments())
+    run = resumed_from(tmp_path, options)
+    waiting, found = len(run._waiting), 0
+    with run:
+        for number, fragment in enumerate(run.fragments()):
+            found += fragment.num_steps
+            chunks = list(fragment.episodes())
+            lost = [chunk for chunk in chunks if "lost" in chunk.custom_data]
+            assert bool(fragment.host.losses) == (number == waiting)
+            assert all(chunk.is_truncated and reason in chunk.custom_data["lost"] for chunk in lost)
+            if number == waiting:
+                assert len(lost) == sum(len(loss.cut) for loss in fragment.host.losses)
+                begun_anew = [chunk for chunk in chunks if chunk.t_started == 0 and "lost" not in chunk.custom_data]
+                assert {chunk.slot for chunk in begun_anew} == set(range(4))
+            if number > waiting + 1:
+                break
     assert "lane 0: its environments begin anew, and its open episodes end" in caplog.text
-    assert fragment.losses[0].row == fragment.first_row
-    assert run.num_steps == 2 * 64
+    assert set(run.lost) <= {"closed"}
+    assert found == run.num_steps - run.lost.get("closed", 0) - handed
 
 
 def test_a_run_goes_on_with_other_lanes_and_says_what_is_kept(tmp_path: Path, caplog: Any) -> None:
@@ -473,13 +613,6 @@ def test_a_run_that_stands_still_or_has_custom_objects_is_refused(tmp_path: Path
         with pytest.raises(CheckpointError, match=r"the run can't be saved: state/lanes.*object"):
             run.save(tmp_path)
         assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_whose_slots_step_apart_is_refused_in_words(tmp_path: Path) -> None:
-    with (run := begun(where="threads", forward=Forward(max_batch=4))):
-        next(run.batches())
-        with pytest.raises(CheckpointError, match="a run with a ReadyLane can't be saved: expected environments of"):
-            run.save(tmp_path)
 
 
 @pytest.mark.slow
