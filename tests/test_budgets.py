@@ -39,12 +39,12 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/env/workers": (2502, 35),  # slots that step apart go on from their states; states of whole rollouts
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (366, 9),
-    "nodes/logs": (587, 10),
+    "nodes/logs": (603, 10),  # rows that are made again go
     "nodes/metrics": (576, 10),  # returns that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1889, 25),  # states of lanes whose slots step apart, and of those on a device
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2581, 28),  # what lanes are is a part of the layout; saved with a trainer; generators of GPUs
+    "nodes/rollout": (2582, 28),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
     "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (811, 20),

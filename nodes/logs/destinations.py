@@ -48,7 +48,7 @@ class Progress:
         self._next = 0.0  # time for the next line
         self._last: Row | None = None  # that is shown, or was not written
 
-    def open(self) -> None:
+    def open(self, last: Row | None = None) -> None:
         """Begin the line."""
         self._console = importlib.import_module("rich.console").Console(stderr=True, highlight=False)
         is_notebook = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
@@ -131,7 +131,7 @@ class Prometheus:
         self._values: Mapping[str, float] = {}
         self._serving: Any = None
 
-    def open(self) -> None:
+    def open(self, last: Row | None = None) -> None:
         """Begin to serve. Raises OSError if the port is taken."""
         client = importlib.import_module("prometheus_client")
         registry = client.CollectorRegistry()
@@ -174,30 +174,30 @@ class Prometheus:
 class Tracker:
     """Destination that another package writes.
 
-    opens    begins, and gives what writes a row, and what ends
+    opens    begins, where `open` says, and gives what writes a row, and what ends
     """
 
     write: Callable[[Row], None]
     close: Callable[[], None]
 
-    def __init__(self, opens: Callable[[], tuple[Callable[[Row], None], Callable[[], None]]]) -> None:
+    def __init__(self, opens: Callable[[Row | None], tuple[Callable[[Row], None], Callable[[], None]]]) -> None:
         self._opens = opens
 
-    def open(self) -> None:
+    def open(self, last: Row | None = None) -> None:
         """Begin."""
-        self.write, self.close = self._opens()
+        self.write, self.close = self._opens(last)
 
 
 def jsonl_of(target: str) -> Tracker:
     """File with an object a line: `steps`, `updates`, `time` in seconds since 1970, and every figure by its name.
 
-    A file that is there is added to. JSON knows no NaN and no infinity: they are null. Raises MetricsError if the
-    file can't be written.
+    A file that is there is added to; a run that goes on from a checkpoint takes away the rows behind it. JSON knows no
+    NaN and no infinity: they are null. Raises MetricsError if the file can't be written.
     """
     path = checked_path(target, "jsonl")
 
-    def opens() -> Any:
-        file = _appended(path)
+    def opens(last: Row | None) -> Any:
+        file = _appended(path, last)
 
         def write(row: Row) -> None:
             values = {name: value if math.isfinite(value) else None for name, value in row.values.items()}
@@ -216,8 +216,9 @@ def tensorboard_of(target: str) -> Tracker:
     """
     folder = checked_path(target, "tensorboard", is_folder=True)
 
-    def opens() -> Any:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+    def opens(last: Row | None) -> Any:
+        purged = None if last is None or last.axis == "time" else last.x + 1
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purged)
 
         def write(row: Row) -> None:
             for name, value in row.values.items():
@@ -239,7 +240,7 @@ def wandb_of(target: str) -> Tracker:
     """
     project, _, name = target.partition("/")
 
-    def opens() -> Any:
+    def opens(_: Row | None) -> Any:
         wandb = importlib.import_module("wandb")
         run: Any = None if project else wandb.run
         is_own = run is None
@@ -262,7 +263,7 @@ def mlflow_of(target: str) -> Tracker:
     if not name:
         raise MetricsError(f"log='mlflow:{target}' names no experiment, expected 'mlflow:EXPERIMENT'")
 
-    def opens() -> Any:
+    def opens(_: Row | None) -> Any:
         client = importlib.import_module("mlflow").MlflowClient()
         metric = importlib.import_module("mlflow.entities").Metric
         there = client.get_experiment_by_name(name)
@@ -297,10 +298,16 @@ def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
     return path.absolute()
 
 
-def _appended(path: Path) -> TextIO:
-    """The file, opened to add lines; what a kill has left of a last line is ended."""
+def _appended(path: Path, last: Row | None) -> TextIO:
+    """The file, opened to add lines; what a kill has left of a last line is ended, and rows behind `last` go."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
+    if last is not None and file.tell():
+        lines = path.read_bytes().splitlines(keepends=True)
+        while lines and _is_behind(lines[-1], last.updates):
+            lines.pop()
+        file.truncate(sum(map(len, lines)))
+        file.seek(0, os.SEEK_END)
     if file.tell():
         with path.open("rb") as written:
             written.seek(-1, os.SEEK_END)
@@ -309,11 +316,22 @@ def _appended(path: Path) -> TextIO:
     return file
 
 
+def _is_behind(line: bytes, updates: int) -> bool:
+    """True for a row of more updates, and for a part of a row."""
+    try:
+        return bool(json.loads(line)["updates"] > updates)
+    except (ValueError, KeyError, TypeError):
+        return not line.endswith(b"\n")
+
+
 class Destination(Protocol):
     """Where rows go. It is made in the program's thread, and written and closed in a thread of its own."""
 
-    def open(self) -> None:
-        """Make ready to be written, in the thread that begins the run. Raises if that can't be done."""
+    def open(self, last: Row | None = None) -> None:
+        """Make ready to be written, in the thread that begins the run. Raises if that can't be done.
+
+        last    where a checkpoint was that the run goes on from: rows behind it are of what is done again; None: no one
+        """
         ...
 
     def write(self, row: Row) -> None:

@@ -28,6 +28,8 @@ class RunLog(abc.ABC):
 
     options    where to, how often, and by which x axis
 
+    is_made_again    whether an earlier run's rows behind the place that this one goes on from are made again: they go
+
     A thread makes a row every so often, if anything has moved since the row before. Each destination has a thread that
     writes the rows; one that is too slow loses its oldest, which are counted. The threads hold the log weakly, and end
     when it is gone.
@@ -35,6 +37,7 @@ class RunLog(abc.ABC):
 
     def __init__(self, options: LogOptions) -> None:
         self._options = options
+        self.is_made_again = False
         self.writers = [RowWriter(text) for text in options.texts]
         self._own: dict[str, tuple[float, int]] = {}  # name -> sum and number of the values since the row before
         self._own_lock, self._row_lock = threading.Lock(), threading.Lock()
@@ -93,7 +96,7 @@ class RunLog(abc.ABC):
             return
         with ExitStack() as opened:
             for writer in self.writers:
-                writer.destination.open()
+                writer.destination.open(self._last_row())
                 opened.callback(writer.destination.close)
             opened.pop_all()
         self._began, self._has_begun = time.monotonic(), True  # in this order: others look meanwhile
@@ -111,11 +114,15 @@ class RunLog(abc.ABC):
             return
         writer = RowWriter(text)
         if self._has_begun:
-            writer.destination.open()
+            writer.destination.open(self._last_row())
             writer.start()
         self.writers.append(writer)
         if self._has_begun:
             self._make_rows()
+
+    def _last_row(self) -> Row | None:
+        first = self._first
+        return Row(first.steps, first.updates, 0.0, 0.0, {}, axis=self._options.axis) if self.is_made_again else None
 
     def _make_rows(self) -> None:
         """Start the thread that makes rows, if there is a destination for them."""

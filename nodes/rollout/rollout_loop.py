@@ -752,6 +752,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             )
         self._steps_before, self._is_restored, self._generators = steps, goes_on, state["generators"]
         self.log.go_on_from(steps, state["log_rounds"])
+        self.log.is_made_again = True
         return goes_on
 
     def _saved_pipelines(self) -> list[tuple[str, Any]]:

@@ -22,9 +22,9 @@ def row_of(steps: int, axis: Any = "steps", **values: float) -> Row:
     return Row(steps, steps // 10, 1000.5 + steps, steps / 4, values, axis=axis)
 
 
-def write(text: str, *rows: Row) -> None:
+def write(text: str, *rows: Row, last: Row | None = None) -> None:
     destination = destination_of(text)
-    destination.open()
+    destination.open(last)
     for row in rows:
         destination.write(row)
     destination.close()
@@ -38,6 +38,25 @@ def test_json_lines_have_an_object_each_and_null_for_what_json_does_not_know(tmp
         {"steps": 10, "updates": 1, "time": 1010.5, "a": 1.5},
         {"steps": 20, "updates": 2, "time": 1020.5, "a": None, "b": None, "c": 2},
     ]
+
+
+@pytest.mark.parametrize("left", ["", '{"steps": 40, "upd'])
+def test_rows_that_are_made_again_go(left: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write(f"jsonl:{path}", *map(row_of, (10, 20, 30)))
+    path.write_text(path.read_text() + left)
+    write(f"jsonl:{path}", row_of(25), last=row_of(20))
+    assert [json.loads(line)["steps"] for line in path.read_text().splitlines()] == [10, 20, 25]
+
+
+def test_tensorboard_passes_over_scalars_that_are_made_again(tmp_path: Path) -> None:
+    EventAccumulator = needs("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+
+    write(f"tensorboard:{tmp_path}", *(row_of(steps, a=steps) for steps in (10, 20, 30)))
+    write(f"tensorboard:{tmp_path}", row_of(25, a=26), last=row_of(20))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("a")] == [(10, 10), (20, 20), (25, 26)]
 
 
 @pytest.mark.parametrize(("axis", "places"), [("steps", [10, 20]), ("updates", [1, 2]), ("time", [2, 5])])

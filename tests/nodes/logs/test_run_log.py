@@ -36,7 +36,7 @@ class Kept:
         self.may_write.set()
         self.error: Exception | None = None
 
-    def open(self) -> None:
+    def open(self, last: Any = None) -> None:
         self.is_open = True
 
     def write(self, row: Row) -> None:

@@ -920,6 +920,24 @@ def test_what_is_captured_does_not_change_while_it_is_written(tmp_path: Path) ->
     assert digest({"": other.state}) == digest({"": live.state})
 
 
+def test_a_log_has_no_rows_of_what_is_done_again(tmp_path: Path) -> None:
+    def rows() -> list[int]:
+        return [json.loads(line)["updates"] for line in (tmp_path / "log").read_text().splitlines()]
+
+    with (run := begun(log=f"jsonl:{tmp_path / 'log'}")):
+        for number, _ in enumerate(run.batches(), 1):
+            run.log.make_row()
+            if number == 2:
+                run.save(tmp_path / "run")
+            if number == 4:
+                break
+    assert rows()[-1] == 4
+    with (run := Rollout.resume(tmp_path / "run")):
+        next(run.batches())
+    assert rows() == sorted(set(rows()))
+    assert rows()[-1] == 3
+
+
 def test_what_can_not_be_saved_is_refused_before_the_run(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     run = begun(checkpoints=checkpoints)
