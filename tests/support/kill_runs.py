@@ -223,6 +223,8 @@ PLACES: dict[str, Mapping[str, Any]] = {
     "threads ahead": {"lanes": 2, "where": "threads", "prefetch": 1, "deterministic": True},
     "processes": {"lanes": 2, "where": "processes", "workers": 2, "deterministic": True},
     "processes ahead": {"lanes": 2, "where": "processes", "workers": 2, "prefetch": 2, "deterministic": True},
+    "rollouts": {"lanes": 2, "where": "rollouts", "workers": 2, "deterministic": True},
+    "rollouts ahead": {"lanes": 3, "where": "rollouts", "workers": 2, "prefetch": 2, "deterministic": True},
 }
 
 
