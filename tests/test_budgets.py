@@ -35,14 +35,14 @@ BUDGETS = {  # folder -> code lines, classes
     ),  # own pieces named; a fragment's tensors made at once; modules in turns resolved once; tensors of a device fused
     "nodes/device": (1141, 10),  # states of lanes and environments of tensors, for checkpoints
     "nodes/env": (2438, 29),  # slots that go on one by one; gates that are shut
-    "nodes/env/remote": (1528, 14),  # hosts of another version refused
+    "nodes/env/remote": (1539, 14),  # lanes on hosts go on; hosts of another version refused
     "nodes/env/workers": (2502, 35),  # slots that step apart go on from their states; states of whole rollouts
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (366, 9),
     "nodes/logs": (603, 10),  # rows that are made again go
     "nodes/metrics": (576, 10),  # returns that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
-    "nodes/offloaded": (1889, 25),  # states of lanes whose slots step apart, and of those on a device
+    "nodes/offloaded": (1907, 25),  # turns in order, and their states
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
     "nodes/rollout": (2582, 28),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
     "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
@@ -58,7 +58,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
     "stream/fragments": (1623, 20),  # answers that wait, and the state of slots in rows of their own
-    "stream/graph": (2558, 34),  # starts wait for gates; stages that are wrapped; a look for Ctrl-C; rings stand still
+    "stream/graph": (2564, 34),  # items that are away; starts wait for gates; stages that are wrapped
     "stream/multi_agent": (1401, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1177, 17),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rollflow.nodes.env.remote.gateway import HostEvent, RemoteHost
-from rollflow.nodes.env.remote.hosted_node import HostedNode, RemoteLane
+from rollflow.nodes.env.remote.hosted_node import NOT_SAID, HostedNode, RemoteLane
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
@@ -16,6 +16,7 @@ from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.offloaded.rollout_settings import LaneProgress, RolloutSettings, check_report
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.net.socket_loop import quoted
 from rollflow.stream.wire import Cut, Failed, Settings, States, Turn, Weights
 
@@ -35,6 +36,7 @@ class HostedLane(RemoteLane):
     since       when the newest turn began, in ns
     seed        of its environments since the last start
     lost        why the environments were lost before the next fragment; None: they were not
+    before      fragments that it gave in an earlier run
     """
 
     progress: LaneProgress = LaneProgress()  # noqa: RUF009  # it can't be changed
@@ -46,6 +48,11 @@ class HostedLane(RemoteLane):
     since: int = 0
     seed: int = 0
     lost: str | None = None
+    before: int = 0
+
+    def get_state(self) -> dict[str, Any]:
+        """What is known of it here, for a lane that begins anew."""
+        return {"starts": self.progress.start + 1, "steps": self.steps, "lost": f"the run was resumed: {NOT_SAID}"}
 
     @property
     def unreported(self) -> int:
@@ -103,6 +110,15 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
         self._settings: Settings | None = None  # None: the rollout has not begun
         super().__init__(env, **options)
+
+    def get_state(self) -> list[Any]:
+        self.note_states()
+        return super().get_state()
+
+    def go_on(self, remote: Any) -> None:
+        super().go_on(remote)
+        remote.lost, remote.before = remote.get_state()["lost"], remote.lane.sequence
+        remote.steps = remote.lane.elsewhere["steps"]
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every host's connectors take over states before its next turn."""
@@ -163,6 +179,8 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
             raised = RaisedError(**report["failure"]) if "failure" in report else None
             remote.take(remote.progress._replace(start=report["start"], steps=report["steps"]))
             remote.seed = report["seed"]
+            if remote.before:  # the host counts from 0
+                report["sequence"] += remote.before
             is_there = self.take_turn(remote, answer, report, is_checked=True)
         except Exception as error:
             self._expel(remote.host, error, where)
@@ -227,7 +245,8 @@ class HostedRollouts(HostedNode, OffloadedRollouts):
                 self.how,
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
-                seed=self.seed,
+                # Hosts play other episodes than the first ones of the run that this one goes on with.
+                seed=seed_for(self.seed, "resumed", self._first_step) if self.states_before else self.seed,
             )
             self._keep({each: weights.newest(module) for each, (module, weights) in self.acting.by_id.items()})
             self._settings = Settings(asdict(settings))

@@ -28,8 +28,13 @@ def check_lanes(lanes: Sequence[Any]) -> None:
         )
 
 
-def state_of_lane(lane: Any) -> State:
-    """The state of a lane: its open fragment with the lookback, its counts, and what it samples with. All copies."""
+def state_of_lane(lane: Any) -> State | None:
+    """The state of a lane: its open fragment with the lookback, its counts, and what it samples with. All copies.
+
+    None: it was set aside.
+    """
+    if lane.is_set_aside:
+        return None
     state_of, _ = KINDS[type(lane)]
     return state_of(lane)
 

@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from rollflow.nodes.env.environments import SeveralAgents
+from rollflow.nodes.env.environments import OneAgent, SeveralAgents
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.modules.policy_weights import Weights
@@ -283,6 +283,37 @@ class OffloadedRollouts(LaneSource):
     def _lane(self, index: int, envs: Any, first_slot: int) -> TurnToken:
         """The token of a lane that begins: at the step that the run has come to."""
         return TurnToken(index, envs.num_envs * self.acting.most_agents, max(self.vector_steps, self._first_step))
+
+    def begin_at(self, vector_steps: int) -> None:
+        super().begin_at(vector_steps)
+        self.lanes = self._tokens()
+
+    def _tokens(self) -> list[TurnToken]:
+        return [self._lane(index, envs, 0) for index, envs in enumerate(self.envs)]
+
+    def note_states(self) -> None:
+        """Have the lanes' tokens have the states of what is known of them here."""
+        for remote in self.remotes:
+            remote.lane.observation_spaces = self._spaces
+            remote.lane.elsewhere = remote.get_state() | {
+                "states": self._states_of.get(remote.index),
+                "reports": [[sequence, states] for sequence, lane, states in self._reports if lane == remote.index],
+            }
+
+    def go_on_from(self, states: Sequence[Any], order: Sequence[int] | None) -> None:
+        super().go_on_from(states, order)
+        for lane, envs in zip(self.lanes, self.envs, strict=True):
+            before, lane.observation_spaces = lane.elsewhere, self._spaces
+            if isinstance(self.kind, OneAgent):
+                lane.layout = self.kind.layout(self, lane.index, envs, self.seed)
+            if before["states"] is not None:
+                self._states_of[lane.index] = before["states"]
+            self._reports += [(sequence, lane.index, each) for sequence, each in before["reports"]]
+        if self._states_of:
+            self.hand_on([pipeline.get_state() for pipeline in self.acting.pipelines])
+        if not self.keeps_order:
+            self._merge(self._reports)
+            self._reports = []
 
     def stages(self, elapsed_s: float) -> list[NodeReport]:
         """Counts of the stages: items of all lanes, times of the average lane's place, calls of the slowest lane."""

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.environments import OneAgent
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_status import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity
@@ -280,25 +279,8 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
             link.lane = lane
             yield lane
 
-    def begin_at(self, vector_steps: int) -> None:
-        super().begin_at(vector_steps)
-        self.lanes = self._tokens()
-
-    def _tokens(self) -> list[TurnToken]:
-        lanes = [self._lane(link.index, env, 0) for link, env in zip(self.remotes, self.envs, strict=True)]
-        for lane, env in zip(lanes, self.envs, strict=True):
-            lane.observation_spaces = self._spaces
-            if isinstance(self.kind, OneAgent):
-                lane.layout = self.kind.layout(self, lane.index, env, self.seed)
-        return lanes
-
     def get_state(self) -> list[Any]:
-        """The states of every lane's environments; those of their rollouts are in the lanes' tokens then."""
-        for link in self.remotes:
-            link.lane.elsewhere = link.get_state() | {
-                "states": self._states_of.get(link.index),
-                "reports": [[sequence, states] for sequence, lane, states in self._reports if lane == link.index],
-            }
+        self.note_states()
         states = super().get_state()
         return [
             self.states_before[link.index] if link.before is not None else each
@@ -308,15 +290,7 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
     def go_on_from(self, states: Sequence[Any], order: Sequence[int] | None) -> None:
         super().go_on_from(states, order)
         for link, lane in zip(self.remotes, self.lanes, strict=True):
-            before = lane.elsewhere
-            link.go_on_from(before)
-            if before["states"] is not None:
-                self._states_of[link.index] = before["states"]
-            self._reports += [(sequence, link.index, each) for sequence, each in before["reports"]]
-        if self._states_of:
-            self.hand_on([pipeline.get_state() for pipeline in self.acting.pipelines])
-        if not self.keeps_order:
-            self._merge(self._reports)
+            link.go_on_from(lane.elsewhere)
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every worker's connectors take over states before its next turn."""

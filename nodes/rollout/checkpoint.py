@@ -271,6 +271,7 @@ def layout_of(environments: Any) -> State:
         "does": environments.does,
         "step_apart": any(isinstance(lane, ReadyLane) for lane in environments.lanes),
         "on_device": any(getattr(lane, "device", None) is not None for lane in environments.lanes),
+        "set_aside": [lane.index for lane in environments.lanes if lane.is_set_aside],
         "autoreset": str(getattr(environments.envs[0], "metadata", {}).get("autoreset_mode")),
         "agents": [[list(agents), described(seen), described(done)] for agents, seen, done, _ in environments.parts],
     }

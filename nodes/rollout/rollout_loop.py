@@ -21,7 +21,6 @@ from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.environments import Environments, EnvKind
 from rollflow.nodes.env.workers.process_environments import ProcessEnvironments
-from rollflow.nodes.env.workers.ready_slots import ReadySlots
 from rollflow.nodes.env.workers.thread_node import ThreadEnvironments
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
@@ -60,6 +59,7 @@ from rollflow.stream.data.closing import closing_on_error, holding_interrupts, n
 from rollflow.stream.data.errors import CheckpointError, GraphError, RunError, shown, warn_caller
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
+from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.graph import Graph
@@ -136,8 +136,6 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 begin_lane = partial(acts.begin_lane, seed=options.seed)
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
-            if options.checkpoints is not None:
-                self._check_place("checkpoints are", (*_IN_ORDER, ReadySlots))
             if isinstance(schedule, Recording):
                 self._check_place("Watch(record=…) is", _IN_ORDER[:3])
             if isinstance(schedule, Replay):
@@ -681,7 +679,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 "vector_steps": environments.vector_steps,
                 "first_step": environments.lanes[0].first_step,
                 "credits": self._credits.get_state(),
-                "waiting": [*map(plain, waiting)],
+                "waiting": [plain(each) for each in waiting if not isinstance(each, NoFragment)],
                 "metrics": self.metrics.get_state(),
                 "num_steps": self.num_steps,
                 "generators": generators(),

@@ -136,6 +136,11 @@ class Chain:
         """Number of items with background nodes."""
         return sum(node.in_flight for node, _ in self.background)
 
+    @property
+    def unsettled(self) -> int:
+        """The same, without those whose node does not say when they come back, by `unsettled`."""
+        return sum(getattr(node, "unsettled", node.in_flight) for node, _ in self.background)
+
     def collect(self) -> bool:
         """Carry the outputs of background nodes through the chain; return True if there were any."""
         found = False

@@ -100,12 +100,12 @@ class InlineRun:
         return outputs
 
     def settle(self) -> None:
-        """Run until every item is parked at a gate that lets none pass, and keep the outputs.
+        """Run until every item is parked at a gate that lets none pass, or is away, and keep the outputs.
 
         Raises RunError if it is interrupted meanwhile.
         """
         chain = self.chain
-        while self._steps is not None or chain.runnable or chain.in_flight:
+        while self._steps is not None or chain.runnable or chain.unsettled:
             if self._is_interrupted:
                 raise RunError(f"graph '{self.graph.name}' is being closed")
             if self._steps is not None:

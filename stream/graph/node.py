@@ -79,7 +79,7 @@ class Sink(Protocol):
 
 
 class Background(Protocol):
-    """A synchronous node that takes items and gives its outputs later. Its last two methods may be missing.
+    """A synchronous node that takes items and gives its outputs later. Its last three members may be missing.
 
     A call with an item returns None. The outputs come from `completed()`. All methods are called in the thread that the
     graph runs in. The descriptor says that another thread or process has completed something.
@@ -108,6 +108,11 @@ class Background(Protocol):
 
     def hasten(self) -> None:
         """Return unfinished work as it is: no more items will be asked for."""
+
+    @property
+    def unsettled(self) -> int:
+        """Number of items in flight that come back by themselves: those of hosts that are away may not."""
+        return self.in_flight
 
 
 class Observable(Protocol):

@@ -23,6 +23,7 @@ from rollflow.stream.wire import Answer, Failed, Request, Reset
 
 _LOOK_S = 0.5
 _MOST_FAREWELLS = 16
+NOT_SAID = "environments on hosts do not say their state"
 logger = logging.getLogger(__name__)
 
 
@@ -143,6 +144,8 @@ class HostedNode(LanesElsewhere):
         self.begin_lanes()
         for index, (env, first_slot) in enumerate(zip(self.envs, self.first_slots(), strict=True)):
             self._new_lane(index, env, first_slot, self.gateway.host_of(index))
+        for remote in self.remotes if self.states_before else ():
+            self.go_on(remote)
         for remote in self.remotes:
             # One that has left, and has come anew since, has the same token.
             if self.gateway.hosts.get(remote.host.session.token) is remote.host:
@@ -164,6 +167,20 @@ class HostedNode(LanesElsewhere):
         if self.is_draining:
             left.append(_LOOK_S)  # whether a host has been lost
         return min((seconds for seconds in left if seconds is not None), default=None)
+
+    @property
+    def unsettled(self) -> int:
+        """Lanes that are waited for, and whose hosts are there."""
+        return sum(remote.is_waited and remote.host.lost_at is None for remote in self.remotes)
+
+    def get_state(self) -> list[Any]:
+        """Of every lane, that its environments begin anew."""
+        return [[{"restart": NOT_SAID}] for _ in self.remotes]
+
+    def go_on(self, remote: Any) -> None:
+        """Have a lane go on from that of an earlier run: its environments begin anew, with other episodes."""
+        remote.starts = remote.lane.step
+        self.begin_anew(remote.lane, NOT_SAID)
 
     def describe(self) -> str:
         """Lanes, slots and the names of the hosts, for `explain()`."""

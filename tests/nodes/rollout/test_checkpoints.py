@@ -1,6 +1,7 @@
 """Checkpoints: a run that was saved and goes on gives what it would have given, and loses and doubles nothing."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -27,8 +28,8 @@ from extras import needs
 from hypothesis import given, settings, strategies as st
 from kill_runs import digest
 from numbered_env import NumberedEnv
-from remote_hosts import hosting
-from remote_rollouts import await_that
+from remote_hosts import BrokenWire, hosting, listening
+from remote_rollouts import await_that, cut_off
 from stand_in_pool import StandInPool
 from tensor_envs import of_arrays
 from tensor_walk import SilentTensorWalk, TensorWalk
@@ -37,14 +38,17 @@ from walk_env import Stuck, Walk
 
 from rollflow import (
     Checkpoints,
+    EnvHost,
     Forward,
     GeneralAdvantageEstimation,
     JaxEnvs,
     MeanStdFilter,
     MultiAgentRollout,
     RemoteEnvs,
+    RemoteRollouts,
     RLModule,
     Rollout,
+    RolloutHost,
     Timeouts,
     TorchEnvs,
 )
@@ -420,6 +424,68 @@ def test_environments_that_cannot_be_read_begin_anew_and_say_so(
     assert "lane 0: its environments begin anew, and its open episodes end" in caplog.text
     assert set(run.lost) <= {"closed"}
     assert found == run.num_steps - run.lost.get("closed", 0) - handed
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(("kind", "host"), [(RemoteEnvs, EnvHost), (RemoteRollouts, RolloutHost)])
+def test_on_hosts_environments_begin_anew_and_all_else_is_kept(
+    kind: Any, host: Any, prefetch: int, tmp_path: Path, caplog: Any
+) -> None:
+    def begun_over(make: Any) -> Any:
+        hosts = kind.listen("tcp://127.0.0.1:0")
+        with hosting(hosts.addresses[0], "CartPole-v1", kind=host, num_envs=4):
+            run = make(hosts)
+            yield run
+            with run:
+                for number, fragment in enumerate(run.fragments(), 1):
+                    run.publish(run.module.state_dict())
+                    yield fragment
+                    if number == 3:
+                        break
+
+    saved = begun_over(lambda hosts: begun(hosts, num_envs=None, prefetch=prefetch))
+    run, *first = [next(saved), *itertools.islice(saved, 3)]
+    run.save(tmp_path)
+    steps, version, count = run.num_steps, run.policy_version, run.returns.count
+    assert list(saved) == []
+    assert "begins lane 0's episodes anew: environments on hosts do not say their state" in caplog.text
+    assert json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())["environments"] == [["restart"]]
+
+    rest = begun_over(lambda hosts: Rollout.resume(tmp_path, hosts))
+    resumed = next(rest)
+    assert (resumed.policy_version, resumed.returns.count) == (version, count)
+    assert digest(resumed.module.state_dict()) == digest(run.module.state_dict())
+    then = list(rest)
+    assert "lane 0: its environments begin anew, and its open episodes end: environments on hosts" in caplog.text
+    assert [each.sequence for each in [*first, *then]] == list(range(6))
+    anew = next(each for each in then if each.losses)  # behind those that were ready
+    assert anew.losses[0].reason == "the run was resumed: environments on hosts do not say their state"
+    assert anew.losses[0].row == anew.first_row or (prefetch and kind is RemoteEnvs)
+    ids = [{episode.id_ for episode in each.episodes()} for each in (first[0], anew)]
+    assert not ids[0] & ids[1] or kind is RemoteEnvs
+    assert not np.array_equal(first[0].column("obs")[0], anew.column("obs")[0])
+    assert resumed.num_steps >= steps
+    assert resumed.lost.keys() <= {"closed"}
+
+
+@pytest.mark.parametrize(("kind", "host"), [(RemoteEnvs, EnvHost), (RemoteRollouts, RolloutHost)])
+def test_a_save_does_not_wait_for_a_host_that_is_away(kind: Any, host: Any, tmp_path: Path) -> None:
+    remote = listening(kind)
+    with (
+        contextlib.closing(BrokenWire(remote.addresses[0], lambda: None)) as wire,
+        hosting(wire.address, "CartPole-v1", kind=host, num_envs=4),
+        begun(remote, num_envs=None, prefetch=1) as run,
+    ):
+        fragments = run.fragments()
+        next(fragments)
+        cut_off(wire, run)
+        run.save(tmp_path)
+        wire.is_down = False
+        assert [next(fragments).sequence for _ in range(3)] == [1, 2, 3]
+        assert run.lost == {}
+    hosts = listening(kind)
+    with hosting(hosts.addresses[0], "CartPole-v1", kind=host, num_envs=4), Rollout.resume(tmp_path, hosts) as resumed:
+        assert [fragment.sequence for fragment in itertools.islice(resumed.fragments(), 3)] == [1, 2, 3]
 
 
 def test_a_run_goes_on_with_other_lanes_and_says_what_is_kept(tmp_path: Path, caplog: Any) -> None:
