@@ -23,7 +23,7 @@ from rollflow.stream.graph.run_doctor import Doctor, behind_loop
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.trace import FragmentName
-from rollflow.stream.observe.waits import CALLER, Look, Sign
+from rollflow.stream.observe.waits import Look, Sign
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ class Driver:
         look, caller = self.run.look(), self.run.counters.caller
         if look is None or not (self._reader and self._fragments and caller.is_waiting):
             return look
-        return behind_loop(look, [CALLER], "a task or a callback", self._put_at, max(caller.items, 1), self._reader)
+        return behind_loop(look, self._put_at, max(caller.items, 1), self._reader)
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,9 @@ from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.run_socket import RunSocket
-from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now, stack_lines, stack_of_thread
+from rollflow.stream.observe.stacks import answering_dumps, stack_of_thread
 from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
-from rollflow.stream.observe.waits import Diagnosis, Look, Probe, Sign, Wait
+from rollflow.stream.observe.waits import CALLER, Diagnosis, Look, Probe, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallWatch
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("rollflow.doctor")
-
-_LOOKS = 3  # that find no sign of life: one alone may come late itself
-_REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyio.to_thread.run_sync"
 
 
 class Tracing:
@@ -173,7 +170,7 @@ def _watch_run(doctor: "weakref.ref[Doctor]", watch: StallWatch, rules: StallRul
 
 
 class RunDoctor(Doctor):
-    """The doctor of a run on an event loop, which it watches, too.
+    """The doctor of a run on an event loop.
 
     run        that is watched
     """
@@ -183,16 +180,12 @@ class RunDoctor(Doctor):
         self._run: Run = weakref.proxy(run)  # it holds its doctor
         self._bell: Wakeup | None = None
         self._error: StallError | None = None
-        self._asked, self._answered = 1, 0  # signs of life of the event loop; the first is that it begins
-        self._asked_at, self._looks = 0, 0  # when it was asked for the last one, in ns, and looks since then
-        self._looked_at = 0  # when the last of these was, in ns
-        self._holders: list[str] = []  # asynchronous nodes that ran at that look
 
     def listen(self, tasks: anyio.abc.TaskGroup) -> None:
         """Begin, with the run's tasks. In the event loop."""
-        if self._rules.after is not None:
+        if self._rules.on_stall == "raise":
             self._bell = Wakeup()
-            tasks.start_soon(ending_quietly, partial(self._answer, self._bell))
+            tasks.start_soon(ending_quietly, partial(self._await_stall, self._bell))
         self.start()
 
     def stop(self) -> None:
@@ -203,21 +196,13 @@ class RunDoctor(Doctor):
         self._error = None  # whose traceback refers to this
 
     def look(self) -> Look | None:
-        if self._run.has_ended:
-            return None
-        self._listen()
-        look = self._counters.look()
-        if self._looks <= 1:
-            return look
-        waiting = [each.party for each in look.exits if each.waits and look.waits[each.party].kind == "waits"]
-        return behind_loop(look, waiting, self._holder, self._asked_at, self._answered, self._counters.thread)
+        return None if self._run.has_ended else self._counters.look()
 
     def signs(self) -> Sequence[Sign]:
-        """Silent faults of composite nodes, and of the event loop."""
+        """Silent faults of composite nodes."""
         wholes = self._counters.graph.methods_of_wholes.items()
         found = [(prefix[:-1], each) for prefix, whole in wholes if "signs" in whole for each in whole["signs"]()]
-        of_nodes = [Sign(f"{prefix} {sign.kind}", f"{prefix}: {sign.text}") for prefix, sign in found]
-        return *of_nodes, *self._signs_of_loop()
+        return [Sign(f"{prefix} {sign.kind}", f"{prefix}: {sign.text}") for prefix, sign in found]
 
     def snapshot(self) -> dict[str, Any]:
         """What there is to see of the run, with a part for each composite node that shows itself."""
@@ -238,62 +223,23 @@ class RunDoctor(Doctor):
             self._error = error
             self._bell.ring()
 
-    def _listen(self) -> None:
-        """Count a look at which the event loop has given no sign of life; ask it for the next one if it has.
-
-        Nodes that are functions, and a reader that works, may hold it up: those who wait for them are watched for
-        stalls.
-        """
-        now, counters = clock(), self._counters
-        if self._bell is None or now - self._looked_at < self._rules.look_s * 5e8:  # another thread's diagnosis
-            return
-        self._looked_at = now
-        self._holders = [name for name, at in counters.at.copy().items() if getattr(at, "cr_running", False)]
-        may_hold = bool(counters.under_way.keys() - {""}) or (
-            bool(counters.graph.outputs) and not self._holders and not counters.caller.is_waiting
-        )
-        if not may_hold and self._answered not in (0, self._asked):
-            self._looks += 1
-            return
-        self._asked_at, self._looks = now, 0
-        if self._answered == self._asked:
-            self._asked += 1
-            self._bell.ring()
-
-    @property
-    def _holder(self) -> str:
-        """What holds up the event loop, in words."""
-        return ", ".join(self._holders) or "a task or a callback"
-
-    def _signs_of_loop(self) -> Iterator[Sign]:
-        """Code that holds up the event loop."""
-        held_s = (clock() - self._asked_at) / 1e9
-        if self._looks >= _LOOKS and self._rules.after is not None and held_s >= self._rules.after / 2:
-            stack = stack_of_thread(self._counters.thread)
-            if not is_debugged_now():
-                text = f"{self._holder} holds up the event loop since {held_s:.1f} s"
-                yield Sign("event loop", "\n".join([f"{text}: {_REMEDY}", *stack_lines(stack)]))
-
-    async def _answer(self, bell: Wakeup) -> None:
-        """Give signs of life, until a stall is to end the run."""
-        while self._error is None:
-            self._answered = self._asked
-            await anyio.wait_readable(bell.fileno())
-            bell.silence()
+    async def _await_stall(self, bell: Wakeup) -> None:
+        """End the run by a stall, if there is one."""
+        await anyio.wait_readable(bell.fileno())
+        assert self._error is not None
         self._run.end(self._error)
         raise self._error
 
 
-def behind_loop(look: Look, parties: Iterable[str], holder: str, since: int, calls: int, thread: int) -> Look:
-    """A look in which parties wait for an event loop that something holds up.
+def behind_loop(look: Look, since: int, calls: int, thread: int) -> Look:
+    """A look in which the reader waits for an event loop that something holds up.
 
-    holder    what does, in words
     since     time of the event that it has not come to, in ns
     calls     events that it has come to
     thread    that it runs in
     """
-    doing, age_s = f"is held up by {holder}", (clock() - since) / 1e9
-    stack = partial(stack_of_thread, thread)
-    held = Wait("the event loop", "call", doing, mark=since, age_s=age_s, calls=calls, remedy=_REMEDY, stack=stack)
-    behind = {party: replace(look.waits[party], on=(held.name,)) for party in parties}
-    return replace(look, waits={**look.waits, **behind, held.name: held})
+    doing, age_s = "is held up by a task or a callback", (clock() - since) / 1e9
+    remedy, stack = "await there, or do it in a thread, by anyio.to_thread.run_sync", partial(stack_of_thread, thread)
+    held = Wait("the event loop", "call", doing, mark=since, age_s=age_s, calls=calls, remedy=remedy, stack=stack)
+    behind = {CALLER: replace(look.waits[CALLER], on=(held.name,)), held.name: held}
+    return replace(look, waits={**look.waits, **behind})
