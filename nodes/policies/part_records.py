@@ -260,7 +260,7 @@ def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
         )
     if where in arrays:
         raise PolicyError(f"{where}: two arrays have this name, expected keys that differ as text")
-    arrays[where] = np.array(array, array.dtype.newbyteorder("="), order="C")
+    arrays[where] = np.asarray(array, array.dtype.newbyteorder("="), order="C")
     if is_half:
         return {"$bfloat16": where}
     return {"$tensor" if is_tensor else "$scalar" if isinstance(value, np.generic) else "$array": where}

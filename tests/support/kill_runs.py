@@ -238,9 +238,9 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    connectors = {name: each for name, each in way.options.items() if name.endswith("connector")}
+    given = {name: each for name, each in way.options.items() if name.endswith("connector") or name == "module"}
     if any(folder.glob("checkpoint-*")):
-        rollout = Rollout.resume(folder, way.env if callable(way.env) else None, **connectors)
+        rollout = Rollout.resume(folder, way.env if callable(way.env) else None, **given)
     else:
         options = {"num_envs": 4, "fragment_length": 16, "seed": 3, **way.options}
         rollout = Rollout(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1e9), **options)

@@ -96,6 +96,11 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
     assert of_module.num_steps == sum(len(each) for each in chunks_of(fragments) if each.module_id == name)
     with pytest.raises(DatasetError, match=r"is a module's part of the dataset at"):
         DatasetSink(tmp_path / "modules" / name)
+    for path in tmp_path.rglob("dataset.json"):  # as older versions wrote it
+        version = 2 if path.parent == tmp_path else 1
+        old = DATASET.manifest_of(path.read_bytes()) | {"format": "rollflow dataset", "version": version}
+        path.write_text(json.dumps(old))
+    assert DatasetSource(tmp_path).num_steps == sum(map(env_steps_of, fragments))
 
 
 def test_agents_of_one_kind_and_their_mistakes_are_refused(tmp_path: Path) -> None:
