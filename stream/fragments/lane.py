@@ -737,7 +737,8 @@ class Lane(SlotLane):
             self.fragment.columns[name] = self.columns.extra(name, map_tree(lambda leaf: leaf[0], columns[name]))
         for name, rows in columns.items():
             self.fragment.columns[name].copy_rows(Column(name, rows), 0, len(leaves_of(rows)[0]))
-        self._outputs = columns.keys() - {*RECORDED, Columns.OBS, Columns.POLICY_VERSION} | {Columns.ACTIONS}
+        outputs = columns.keys() - {*RECORDED, Columns.OBS, Columns.POLICY_VERSION}
+        self._outputs = outputs | {Columns.ACTIONS} if outputs else None  # before its first step it had none
         self.row = self.layout.lookback + num_rows
         self.at_start, self._typing = not num_rows, False
         self._version_written = -1  # the rows that come have none

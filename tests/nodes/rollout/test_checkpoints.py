@@ -219,6 +219,14 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Pa
         assert rest[-1] == whole[-1]
 
 
+@pytest.mark.parametrize("options", [{}, {"lanes": 2, "where": "threads", "model_config": {"use_lstm": True}}])
+def test_a_run_that_is_saved_before_its_first_step_goes_on(options: Any, tmp_path: Path) -> None:
+    expected = list(learnt(begun(**options), 2))
+    with (run := begun(**options)):
+        run.save(tmp_path)
+    assert list(learnt(Rollout.resume(tmp_path), 2)) == expected
+
+
 class Half(RLModule):
     """It has weights of a type that numpy lacks, in its optimizer as well."""
 
