@@ -25,7 +25,6 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment, parts_by_module
 
 LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
-_MOST_MODULES = 1024
 
 
 @checking_constructor()
@@ -55,8 +54,7 @@ Yields = Literal["batches", "fragments"] | Batches
 class StreamReturns(EpisodeReturns):
     """Returns and lengths of episodes of several rollouts, from their fragments or from their train batches.
 
-    by_module    module id -> returns of the agents that it served; {} if rollouts have one agent. Of modules that
-                 come and go, the 1024 with the newest episodes
+    by_module    module id -> returns of the agents that it served; {} if rollouts have one agent
     """
 
     def __init__(self) -> None:
@@ -73,13 +71,8 @@ class StreamReturns(EpisodeReturns):
     def take_finished(self, finished: Sequence[FinishedEpisodes]) -> None:
         """Add the finished episodes that a message lists."""
         for module_id, count, episode_returns, lengths in finished:
-            returns: Any = self
-            if module_id is not None:
-                returns = self.by_module.pop(module_id) if module_id in self.by_module else EpisodeReturns()
-                self.by_module[module_id] = returns  # last of all
+            returns: Any = self if module_id is None else self.by_module.setdefault(module_id, EpisodeReturns())
             returns.take(count, episode_returns.tolist(), lengths.tolist())
-        for module_id in list(self.by_module)[: max(0, len(self.by_module) - _MOST_MODULES)]:
-            del self.by_module[module_id]
 
 
 class ItemMaker:

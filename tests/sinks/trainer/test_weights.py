@@ -385,7 +385,7 @@ def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:
 # What the sink sees
 
 
-def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_anew() -> None:
+def test_episodes_of_modules_are_told_once() -> None:
     rollout = agents()
     seen = BatchObserver(rollout)
     returns: Any = seen._returns
@@ -395,8 +395,6 @@ def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_ane
             returns.by_module.setdefault(each, EpisodeReturns()).take(count, [1.0] * count, [1] * count)
 
     finish(3, "a", 7)
-    assert returns._is_present("a")  # though there is none, until it is told
-    assert not returns._is_present(7)
     finish(2, "a")
 
     def taken() -> list[tuple[Any, int, list[float]]]:
@@ -404,20 +402,9 @@ def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_ane
 
     assert taken() == [("a", 5, [1.0] * 5)]
     assert taken() == []
-    assert not returns._is_present("a")
-    del returns.by_module["a"]
     finish(1, "a")
     assert taken() == [("a", 1, [1.0])]
     rollout.environments.close()
-
-
-def test_a_trainer_keeps_the_modules_that_it_heard_of_last() -> None:
-    returns = StreamReturns()
-    for number in range(1500):
-        returns.take_finished([told(None, 1), told("stays", 1), told(f"version {number}", 1)])
-    assert len(returns.by_module) == 1024
-    assert returns.by_module["stays"].count == returns.count == 1500
-    assert "version 1499" in returns.by_module
 
 
 def test_a_sink_that_sends_fragments_watches_nothing() -> None:
