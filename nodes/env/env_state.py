@@ -6,6 +6,7 @@ means of its own: the memory of a MuJoCo simulation, and an Atari emulator with 
 that it may repeat. An environment that can't be read is stepped again, from its last reset on.
 """
 
+import copy
 import sys
 import time
 from collections import deque
@@ -37,6 +38,7 @@ _AS_MADE = (
     "desc",
 )  # as arguments say
 _NO_STATE_NAMES = frozenset({*_OF_DRAWING, *_AS_MADE})
+_DRAWN = "Surface", "Clock", "Font"  # of pygame: what a step draws anew
 _SEQUENCES = {"list": list, "tuple": tuple, "deque": deque, "set": set}
 _START = "episode_start_time"  # of `RecordEpisodeStatistics`, by the clock of a process
 _LARGE = "rollflow.int"
@@ -44,14 +46,12 @@ MOST_ACTIONS = 1 << 20  # that are kept of an episode
 _SAME, _KEPT = "same", "kept"  # as a thing that was read before; as it was made
 
 
-def state_of(env: Any, *, any_class: bool = False) -> dict[str, Any]:
+def state_of(env: Any) -> dict[str, Any]:
     """The state of an environment: plain values and arrays, in lists, tuples and dicts, all of them copies.
-
-    any_class    read the attributes of all classes; else only of those that are known to have no state elsewhere
 
     Raises EnvError, which names the part, for an environment with state that can't be read.
     """
-    return _Reader(any_class).object(env, type(env).__name__)
+    return _Reader().object(env, type(env).__name__)
 
 
 def set_state(env: Any, state: Mapping[str, Any]) -> None:
@@ -113,14 +113,14 @@ class RecordedEnv:
     """
 
     def __init__(self, env: Any) -> None:
-        self.env, self.unwrapped = env, env.unwrapped
+        self.env, self.unwrapped = env, getattr(env, "unwrapped", env)
         self._began: dict[str, Any] = {}  # what the last reset drew from, and what it began with
         self._actions: list[Any] = []
         self._newest: Any = None
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         """Reset it, and record from here on."""
-        drawn = _as_text(_bits(self.unwrapped.np_random).state)
+        drawn = None if (random := self._random) is None else _as_text(_bits(random).state)
         answer = self.env.reset(seed=seed, options=options)
         emulated = _emulated(self.unwrapped) if hasattr(self.unwrapped, "clone_state") else None
         self._began = {"drawn": drawn, "seed": seed, "emulated": emulated}
@@ -143,7 +143,8 @@ class RecordedEnv:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Reset the environment and step it as the other was. Raises EnvError if it does not come to the same."""
-        _bits(self.unwrapped.np_random).state = _from_text(state["drawn"])
+        if (random := self._random) is not None and state["drawn"] is not None:
+            _bits(random).state = _from_text(state["drawn"])
         self.reset(seed=state["seed"])
         if state["emulated"] is not None:
             _set_emulated(self.unwrapped, state["emulated"])
@@ -156,6 +157,12 @@ class RecordedEnv:
                 f"{len(state['actions'])} steps; expected an environment that draws from self.np_random alone, or one "
                 "with get_state() and set_state(state)"
             ).see("state of environments")
+
+    @property
+    def _random(self) -> Any:
+        """The environment's generator; None: it has none, or not before its first reset."""
+        random = getattr(self.unwrapped, "np_random", None)
+        return random if isinstance(random, np.random.Generator | np.random.RandomState) else None
 
 
 def _class_of(owner: Any) -> str:
@@ -241,8 +248,7 @@ def _copied(value: Any) -> Any:
 class _Reader:
     """Reads the state of one environment. What comes twice is read once, and named by its number the second time."""
 
-    def __init__(self, any_class: bool) -> None:
-        self._any_class = any_class
+    def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # by id
 
     def object(self, owner: Any, where: str) -> dict[str, Any]:
@@ -251,11 +257,11 @@ class _Reader:
         state: dict[str, Any] = {"class": _class_of(owner)}
         if all(callable(getattr(type(owner), name, None)) for name in ("get_state", "set_state")):
             inner = {"env": self.value(owner.env, f"{where}.env")} if isinstance(owner, gym.Wrapper) else {}
-            drawn = getattr(owner, "_np_random", None)
-            if isinstance(drawn, np.random.Generator):
-                inner["_np_random"] = {"generator": _as_text(_bits(drawn).state)}
+            for name in ("_np_random", "np_random"):  # of gymnasium, and of PettingZoo
+                if isinstance(drawn := vars(owner).get(name), np.random.Generator | np.random.RandomState):
+                    inner[name] = {"generator": _as_text(_bits(drawn).state)}
             return state | {"own": _own_of(owner.get_state(), f"{where}.get_state()"), "values": inner}
-        if not (self._any_class or type(owner).__module__.partition(".")[0] in _PACKAGES):
+        if type(owner).__module__.partition(".")[0] not in _PACKAGES:
             raise self._unreadable(where, type(owner).__qualname__)
         if hasattr(owner, "clone_state"):
             if owner.ale.getFloat("repeat_action_probability"):
@@ -275,13 +281,16 @@ class _Reader:
             return value
         if isinstance(value, str):
             return str(value)
-        if isinstance(value, _NO_STATE) or type(value).__module__.partition(".")[0] == "pygame":
+        of_pygame = type(value).__name__ if type(value).__module__.partition(".")[0] == "pygame" else ""
+        if isinstance(value, _NO_STATE) or of_pygame in _DRAWN:
             return {_KEPT: None}
+        if of_pygame == "Rect":
+            return {"rect": list(value)}
         if isinstance(value, np.generic):
             return value.copy()
         if (known := self._numbers.get(id(value))) is not None:
             return {_SAME: known}
-        if hasattr(value, "__dict__"):
+        if hasattr(value, "__dict__") and not isinstance(value, (dict, *_SEQUENCES.values())):
             return {"object": self.object(value, where)}
         self._numbers[id(value)] = len(self._numbers)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -309,10 +318,12 @@ class _Writer:
 
     def __init__(self) -> None:
         self._made: list[Any] = []  # by its number
+        self._given: set[int] = set()  # ids of what has its state
 
     def object(self, owner: Any, state: Mapping[str, Any], where: str) -> None:
         """Give an environment, a wrapper, or an object that belongs to one, its state."""
         self._made.append(owner)
+        self._given.add(id(owner))
         if state["class"] != _class_of(owner):
             raise EnvError(f"{where} is a {_class_of(owner)}, expected a {state['class']}: the state is of one")
         if "ale" in state:
@@ -340,13 +351,18 @@ class _Writer:
         if kind == _SAME:
             return self._made[of]
         if kind == "object":
+            if id(now) in self._given:  # in another environment it stands for two, which here are one
+                now = copy.copy(now)
             self.object(now, of, where)
             return now
-        if kind == "generator" and now is None:
+        if kind == "rect":
+            return sys.modules["pygame"].Rect(of)
+        if kind == "generator" and (now is None or id(now) in self._given):
             now = np.random.Generator(np.random.PCG64())
         number = len(self._made)
         self._made.append(now)
         if kind == "generator":
+            self._given.add(id(now))
             _bits(now).state = _from_text(of)
         elif kind == "mujoco":
             for name, array in of.items():

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.env_source import given_by
+from rollflow.nodes.env.env_state import check_states, recorded, recorded_as_needed, restored, states_of
 from rollflow.nodes.env.multi_agent_env import (
     AgentInfos,
     AgentSpaces,
@@ -122,6 +123,8 @@ class MultiAgentEnvs:
                 with located(f"environment {env}"):
                     check_alike(agent_spaces(each), spaces, first_env)
         self.num_envs = len(self.envs)
+        self._each = list(self.envs)  # what is reset and stepped: they, or what records their steps
+        self._drops_records = False
         self.possible_agents, self.observation_spaces, self.action_spaces = spaces
         self._slots = AgentNumbers([part.agents for part in self.parts], self.num_envs, first_env)
         self._states = AgentStates(self._slots)
@@ -142,7 +145,37 @@ class MultiAgentEnvs:
         """
         first, infos = self._reset(np.arange(self.num_envs), seeds)
         self._set_acting()
+        if self._drops_records:
+            self._drops_records, self._each = False, recorded_as_needed(self._each)
         return first, infos
+
+    def record_actions(self) -> None:
+        """Record the steps of environments whose state can't be read, so that others can be stepped to the same."""
+        self._each, self._drops_records = recorded(self._each), True
+
+    def get_state(self) -> list[dict[str, Any]]:
+        """The state of each environment, see `states_of`, beside that of its agents, and the steps of its episode."""
+        return [
+            {kind: {"env": state, "agents": agents, "steps": steps} if kind != "restart" else state}
+            for each, agents, steps in zip(
+                states_of(self._each), self._states.get_state(), self._slots.steps.tolist(), strict=True
+            )
+            for kind, state in each.items()
+        ]
+
+    def set_state(self, states: Sequence[Mapping[str, Any]], seeds: Sequence[int], ended: Sequence[int]) -> None:
+        """Go on from what `get_state` gave. Raises EnvError if an environment can't.
+
+        seeds    of a reset before: what that makes is there then
+        ended    is empty: no step only resets
+        """
+        check_states(states, self.num_envs)
+        self.reset(seeds)
+        told = [pair for each in states for pair in each.items()]
+        self._each = [restored(env, {kind: of["env"]}) for env, (kind, of) in zip(self._each, told, strict=True)]
+        self._states.set_state(np.stack([of["agents"] for _, of in told]))
+        self._slots.steps[:] = [of["steps"] for _, of in told]
+        self._set_acting()
 
     def step(self, actions: Actions) -> VectorStep:
         """Step every environment with the actions of all agents that must act, and reset those whose episode ends."""
@@ -152,7 +185,7 @@ class MultiAgentEnvs:
         steps = []
         env = 0
         try:
-            for each, env_actions in zip(self.envs, by_env, strict=True):
+            for each, env_actions in zip(self._each, by_env, strict=True):
                 steps.append(each.step(env_actions))
                 env += 1
         except Exception as error:
@@ -220,7 +253,7 @@ class MultiAgentEnvs:
         resets = []
         for place, env in enumerate(numbers):
             try:
-                resets.append(self.envs[env].reset(seed=None if seeds is None else seeds[place], options=None))
+                resets.append(self._each[env].reset(seed=None if seeds is None else seeds[place], options=None))
             except Exception as error:
                 error.add_note(self._slots.env_named(env))
                 raise
@@ -360,6 +393,19 @@ class ArrayEnvs:
         self._check(observations)
         self._slots.steps[:] = 0
         return observed, self._checked_infos(infos, range(self.num_envs), "infos")
+
+    def record_actions(self) -> None:
+        """Do nothing: environments that step together are not stepped again."""
+
+    def get_state(self) -> list[dict[str, Any]]:
+        """The state of the environments together: see `states_of`."""
+        return states_of(self.given)
+
+    def set_state(self, states: Sequence[Mapping[str, Any]], seeds: Sequence[int], ended: Sequence[int]) -> None:
+        """Go on from what `get_state` gave: see `MultiAgentEnvs`."""
+        check_states(states, 1)
+        self.reset(seeds)
+        restored(self.env, states[0])
 
     def step(self, actions: Actions) -> VectorStep:
         """Step every environment with everybody's actions."""

@@ -169,6 +169,11 @@ class _Adapter(MultiAgentEnv):
         self.observation_spaces = {agent: env.observation_space(agent) for agent in agents}
         self.action_spaces = {agent: env.action_space(agent) for agent in agents}
 
+    @property
+    def unwrapped(self) -> Any:
+        """PettingZoo's environment without its wrappers."""
+        return self.env.unwrapped
+
     def close(self) -> None:
         """Close the environment."""
         self.env.close()

@@ -52,6 +52,18 @@ class EpisodeWindow:
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
 
+    def get_state(self) -> dict[str, Any]:
+        """The episodes counted."""
+        return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
+        """Count on from what `get_state` gave.
+
+        goes_on    whether episodes that were open go on
+        """
+        self.count = 0
+        self.take(state["count"], state["returns"], state["lengths"])
+
     def take(self, count: int, returns: Iterable[float], lengths: Iterable[int]) -> None:
         """Add `count` episodes that were added up elsewhere; of the newest come returns and lengths, oldest first."""
         self.count += count
@@ -120,13 +132,12 @@ class EpisodeReturns(EpisodeWindow):
     def get_state(self) -> dict[str, Any]:
         """The episodes counted, and the rewards of open ones."""
         opened = [[*key, last, so_far.copy()] for key, (last, so_far) in self._open.items()]
-        return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths), "open": opened}
+        return {**super().get_state(), "open": opened}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Count on from what `get_state` gave."""
-        self.count = 0
-        self.take(state["count"], state["returns"], state["lengths"])
-        self._open = {(source, lane): (last, so_far.copy()) for source, lane, last, so_far in state["open"]}
+    def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
+        super().set_state(state)
+        opened = state["open"] if goes_on else ()
+        self._open = {(source, lane): (last, so_far.copy()) for source, lane, last, so_far in opened}
 
 
 class AgentReturns(EpisodeWindow):
@@ -179,6 +190,22 @@ class AgentReturns(EpisodeWindow):
         self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), counts]
         if fragments.is_last:
             self._forget(fragments.lane, len(fragments.parts))
+
+    def get_state(self) -> dict[str, Any]:
+        """The episodes counted, in all and by module, and the rewards of open ones."""
+        return {
+            **super().get_state(),
+            "by_module": [[module_id, each.get_state()] for module_id, each in self.by_module.items()],
+            "open": [[lane, last, so_far.copy()] for lane, (last, so_far) in self._open.items()],
+        }
+
+    def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
+        super().set_state(state)
+        for module_id, each in state["by_module"]:
+            self.by_module[module_id] = returns = EpisodeReturns(self._window)
+            returns.set_state(each, goes_on=goes_on)
+        if goes_on:
+            self._open = {lane: (last, so_far.copy()) for lane, last, so_far in state["open"]}
 
     def _add_agents(self, fragments: MultiAgentFragment) -> None:
         for place, part in enumerate(fragments.parts):

@@ -117,11 +117,11 @@ class RandomModule(RLModule):
 
     def setup(self) -> None:
         """Make the generator of Box actions, which `seed` replaces."""
-        self._rng = np.random.default_rng()
+        self.generator = np.random.default_rng()
 
     def seed(self, seed: int) -> None:
         """Seed the generator; a rollout calls this with a seed of its own and the module's id."""
-        self._rng = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(seed)
 
     def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
         observations, space = batch[Columns.OBS], self.action_space
@@ -141,6 +141,6 @@ class RandomModule(RLModule):
     def _drawn(self, space: gym.spaces.Box, count: int) -> NDArray[Any]:
         shape = (count, *space.shape)
         if space.dtype.kind == "f":
-            return self._rng.uniform(space.low, space.high, shape).astype(space.dtype)
+            return self.generator.uniform(space.low, space.high, shape).astype(space.dtype)
         low, high = space.low.astype(np.int64), space.high.astype(np.int64)
-        return self._rng.integers(low, high, shape, endpoint=True).astype(space.dtype)
+        return self.generator.integers(low, high, shape, endpoint=True).astype(space.dtype)

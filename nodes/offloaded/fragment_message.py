@@ -72,11 +72,14 @@ def spaces_seen(parts: Sequence[AgentPart], pipelines: Sequence[EnvToModulePipel
 
 def message_of_lane(lane: Lane | MultiAgentLane, number: int, fragment: Any, more: Mapping[str, Any]) -> wire.Fragment:
     """The message of a lane's fragment, of one agent or of several."""
+    return message_of(number, fragment, _spaces_in(lane), more)
+
+
+def _spaces_in(lane: Lane | MultiAgentLane) -> Sequence[Any]:
+    """Spaces that observations of a lane may be in."""
     if isinstance(lane, MultiAgentLane):
-        return message_of(
-            number, fragment, [PartSpaces(each.part, each.observation_spaces) for each in lane.parts], more
-        )
-    return message_of(number, fragment, lane.observation_spaces, more)
+        return [PartSpaces(each.part, each.observation_spaces) for each in lane.parts]
+    return lane.observation_spaces
 
 
 def message_of(number: int, fragment: AnyFragment, spaces: Sequence[Any], more: Mapping[str, Any]) -> wire.Fragment:
@@ -163,7 +166,7 @@ def _described_agents(fragment: MultiAgentFragment, spaces: Sequence[PartSpaces]
 
 def _described_part(part: AgentFragment, seen: Sequence[gym.Space[Any]]) -> Plain:
     if wrong := [module_id for module_id in part.module_ids if not isinstance(module_id, str)]:
-        raise ModuleError(f"module ids are {wrong}, expected strings where fragments go to another process")
+        raise ModuleError(f"module ids are {wrong}, expected strings where fragments go to another process or a file")
     ends = [[*key, vector_step] for key, vector_step in part.ends.items()]
     return described(part, seen) | {
         "module_ids": list(part.module_ids),
@@ -231,6 +234,13 @@ def fragment_of(
         if lost is not None:
             fragment.begin_after_loss(lost)
         return fragment
+
+
+def fragment_of_lane(lane: Lane | MultiAgentLane, message: wire.Fragment) -> AnyFragment:
+    """The fragment of a lane in a message that `message_of_lane` gave."""
+    if isinstance(lane, MultiAgentLane):
+        return agents_of_message(message, _spaces_in(lane))
+    return fragment_of(message, lane.layout, lane.observation_spaces)
 
 
 def agents_of_message(

@@ -87,6 +87,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                   beside its own.
         on_excess        "drop"   What is done with older ones: see `LagBound`.
         log              None     Where its figures are written: see `Rollout`.
+        checkpoints      None     `Checkpoints`: where the run is saved, and how often, for `resume`.
         deterministic    False    Keep lanes in order: see `Rollout`.
         watch            Watch    `Watch`: the stall doctor, a trace, what pieces log into.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
@@ -106,9 +107,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     Also `stall`, `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
-    Methods: `publish`, `acting_weights`, `policy`, `save_policy`, `evaluate`; loops `batches()`, `fragments()`;
-    `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an earlier run; `report`, `diagnose`,
-    `explain`; `graph`; hooks `on_batch`, `on_episode`.
+    Methods: `publish`, `acting_weights`, `policy`, `save_policy`, `evaluate`; `save` the run, `attach` what is saved
+    with it, `resume` from it; loops `batches()`, `fragments()`; `start`, `drain`, `close`; `state_dict`,
+    `load_state_dict` to count on from another run; `report`, `diagnose`, `explain`; `graph`; hooks `on_batch`,
+    `on_episode`.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError if an argument can't be worked with.
     """

@@ -222,6 +222,7 @@ class CommonKeywords(TypedDict, total=False):
     forward: Forward
     timeouts: Timeouts
     watch: Watch
+    checkpoints: Checkpoints | None
     deterministic: bool
     debug: bool
 
@@ -231,7 +232,6 @@ class RolloutKeywords(CommonKeywords, total=False):
 
     env_kwargs: Mapping[str, Any] | None
     autoreset_mode: Autoreset
-    checkpoints: Checkpoints | None
     explore: bool
     env_to_module_connector: Callable[[Any], Pieces] | None
     module_to_env_connector: Callable[[Any], Pieces] | None

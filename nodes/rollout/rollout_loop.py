@@ -741,7 +741,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._lost_before += Counter(max_lag=dropped, closed=left_out)
             steps = state["num_steps"]
             environments.begin_at(state["vector_steps"])
-            self.returns.set_state({**state["returns"], "open": []})
+            self.returns.set_state(state["returns"], goes_on=False)
             other = [shown({name: of[name] for name in of if now[name] != before[name]}) for of in (now, before)]
             logger.warning(
                 "the run goes on %s: weights, connectors, counts and what is attached are kept; environments begin "

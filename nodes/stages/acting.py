@@ -19,7 +19,7 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorP
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.distribution import Races, TensorRaces
-from rollflow.nodes.modules.given_module import GivenModule, is_function, is_given
+from rollflow.nodes.modules.given_module import GivenModule, RandomModule, is_function, is_given
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.modules.rl_module import is_stateful
 from rollflow.nodes.stages.env_to_module import EnvToModule
@@ -171,6 +171,8 @@ def acting_for(
     if home is not None and (module is None or _makes_modules(module)):
         made.to(home)
     copy = acting_copy(made, device)
+    if isinstance(copy, RandomModule):
+        copy.seed(seed_for(seed, "actions"))
     stateful, on, chosen = is_stateful(copy), device_of(copy), chosen_space(copy, spaces[1])
     on_device = None if on.type == "cpu" else on
     return Acting(
@@ -185,7 +187,8 @@ def acting_for(
 def state_of_module(module: Any, copy: Any, weights: PolicyWeights) -> dict[str, Any]:
     """The weights of a module that is trained, of the copy that acts, and of those that wait: none is copied."""
     trained = module.state_dict() if hasattr(module, "state_dict") else None
-    return {"trained": trained, "acts": weights.get_state(copy)}
+    draws = copy.generator.bit_generator.state if isinstance(copy, RandomModule) else None
+    return {"trained": trained, "acts": weights.get_state(copy), "draws": draws}
 
 
 def set_state_of_module(module: Any, copy: Any, weights: PolicyWeights, state: Mapping[str, Any]) -> None:
@@ -193,6 +196,8 @@ def set_state_of_module(module: Any, copy: Any, weights: PolicyWeights, state: M
     if state["trained"] is not None:
         module.load_state_dict(state["trained"])
     weights.set_state(copy, state["acts"])
+    if state["draws"] is not None:
+        copy.generator.bit_generator.state = state["draws"]
 
 
 def left_by(pieces: Sequence[Any], spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:

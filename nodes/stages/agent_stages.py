@@ -129,8 +129,8 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         lane = steps
         if lane.is_set_aside:
             return self._set_aside(lane)
-        if lane.index not in self._lanes:
-            self._take_in(lane)
+        if lane.index not in self._lanes and (result := self._first_result(lane)) is not None:
+            return result
         lane.turns = []
         agents: tuple[Any, ...] = ()
         try:

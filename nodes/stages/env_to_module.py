@@ -97,6 +97,14 @@ class CuttingStage(Generic[L, P]):
         self._lanes[lane.index] = lane
         self._ready[lane.index] = self._result(lane, None)
 
+    def _first_result(self, lane: L) -> P | None:
+        """Take in a lane; its result, if it goes on from an earlier run, in which its batch was made, else None."""
+        self._take_in(lane)
+        if self._num_fragments is not None and lane.sequence >= self._num_fragments:
+            return self._finished(lane, None)  # in the run that was saved
+        is_restored, lane.is_restored = lane.is_restored, False
+        return self._ready[lane.index] if is_restored else None
+
     def _set_aside(self, lane: L | NoFragment) -> P:
         """The result for a lane whose environments are gone for good, or for the word that it is absent.
 
@@ -209,12 +217,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         try:
             if lane.ended is not None:
                 self._show_ended(lane)
-            if lane.index not in self._lanes:
-                self._take_in(lane)
-                if self._num_fragments is not None and lane.sequence >= self._num_fragments:
-                    return self._finished(lane, None)  # in the run that was saved
-                if lane.is_restored:
-                    return self._ready[lane.index]
+            if lane.index not in self._lanes and (result := self._first_result(lane)) is not None:
+                return result
             episodes, shared_data = lane.episodes, lane.shared_data
             shared_data["step"] = lane.first_step + lane.vector_steps
             batch = lane.batch = self.pipeline.run(

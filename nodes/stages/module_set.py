@@ -31,6 +31,8 @@ from rollflow.nodes.stages.acting import (
     one_of,
     pieces_given,
     sampling_data,
+    set_state_of_module,
+    state_of_module,
 )
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, JointPieces, ModuleToAgents
 from rollflow.nodes.stages.module_forward import ModuleForward
@@ -277,6 +279,19 @@ class AgentsActing:
                 )
             for module_id, version in versions.items():
                 self.acting[module_id].weights.go_on_from(version)
+
+    def get_state(self) -> list[list[Any]]:
+        """Of each module its weights, those of the copy that acts, and those that wait: none is copied."""
+        with self._lock:
+            modules = self.module.items()
+            return [[name, state_of_module(module, *self.by_id[name])] for name, module in modules]
+
+    def set_state(self, state: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+        """Go on from what `get_state` gave. Before any weights are published. Raises ValueError for other modules."""
+        if (names := [name for name, _ in state]) != list(self.module):
+            raise ValueError(f"the run had the modules {names}, and there are {list(self.module)}")
+        for name, each in state:
+            set_state_of_module(self.module[name], *self.by_id[name], each)
 
     def newest_weights(self, module_id: Any) -> tuple[int, dict[str, Any]]:
         """The newest version of a module that acts, and copies of its weights.

@@ -557,10 +557,14 @@ class Fragment:
         for column in self.columns.values():
             column.seal()
 
+    def end_at(self, stops: NDArray[np.int64]) -> None:
+        """End every slot at the row in `stops`, i64[N]. No flag is set in later rows."""
+        self._stops, self.num_rows = stops, int(stops.max()) - self.first_row
+
     def seal_at(self, stops: NDArray[np.int64]) -> None:
-        """End every slot at the row in `stops`, i64[N], and make columns read-only. No flag is set in later rows."""
-        self._stops = stops
-        self.seal(int(stops.max()) - self.first_row)
+        """End every slot at the row in `stops`, i64[N], and make columns read-only."""
+        self.end_at(stops)
+        self.seal(self.num_rows)
 
     def describe(self) -> str:
         """A text of the fragment's lane and contents, for errors."""

@@ -399,6 +399,16 @@ class SlotLane:
         begun = self.episode_start.copy(), self.episode_number.copy()
         return kind(self.layout, self.index, sequence, columns, *begun, **more)
 
+    def _take_rows(self, columns: Mapping[str, Tree], space: gym.Space[Any]) -> None:
+        """Take the first rows of the fragment, with observations in a space: name -> tree of arrays any[n, N, ...]."""
+        self._retype(space)
+        self._typing = False
+        for name, rows in columns.items():
+            if name not in self.fragment.columns:
+                like = map_tree(lambda leaf: leaf[:1].sum(0, dtype=leaf.dtype), rows)  # there may be no row
+                self.fragment.columns[name] = self.columns.extra(name, like)
+            self.fragment.columns[name].copy_rows(Column(name, rows), 0, len(leaves_of(rows)[0]))
+
     def _end_lost(self, slots: NDArray[np.int64], reason: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """End the episodes of slots, i64[K], with their newest observations: their environments were lost.
 
@@ -732,15 +742,10 @@ class Lane(SlotLane):
         space      number of the space of observations
         ended      i64[K] slots whose next step only resets them
         """
-        self._retype(self.observation_spaces[space])
-        for name in columns.keys() - self.fragment.columns.keys():
-            self.fragment.columns[name] = self.columns.extra(name, map_tree(lambda leaf: leaf[0], columns[name]))
-        for name, rows in columns.items():
-            self.fragment.columns[name].copy_rows(Column(name, rows), 0, len(leaves_of(rows)[0]))
+        self._take_rows(columns, self.observation_spaces[space])
         outputs = columns.keys() - {*RECORDED, Columns.OBS, Columns.POLICY_VERSION}
         self._outputs = outputs | {Columns.ACTIONS} if outputs else None  # before its first step it had none
-        self.row = self.layout.lookback + num_rows
-        self.at_start, self._typing = not num_rows, False
+        self.row, self.at_start = self.layout.lookback + num_rows, not num_rows
         self._version_written = -1  # the rows that come have none
         if len(ended):
             self._dead = np.isin(self.everyone, ended)

@@ -12,6 +12,7 @@ An agent that acted and has no observation yet stays in its row, and its rewards
 part act in every step, they stand in one row. Then a step is a handful of writes of whole rows.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 
 Slots = NDArray[np.int64]
+_OF_SLOTS = "episode_start", "episode_number", "lives", "begun_at"  # which a fragment has not as they are now
 
 
 class ModuleTurn:
@@ -148,6 +150,7 @@ class AgentLane(SlotLane):
     is_shared            whether columns of all fragments but the first lie in shared memory
     acting               i64[K] ascending: slots whose newest observation needs an action
     lives                bool[S] whether the slot has an episode
+    begun_at             i64[S] vector step of the first observation of the slot's newest episode
     waits                bool[S] whether the slot has acted and has no observation since
     received             f32[S] rewards of slots that wait
     vector_steps         vector steps since the first reset
@@ -182,7 +185,7 @@ class AgentLane(SlotLane):
         self.shown: LaneEpisodes | None = None
         self.waits = np.zeros(slots, np.bool_)
         self.received = np.zeros(slots, np.float32)
-        self._begun_at = np.full(slots, -1)  # vector step of the first observation of the slot's newest episode
+        self.begun_at = np.full(slots, -1)
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
         self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
@@ -432,11 +435,7 @@ class AgentLane(SlotLane):
         new, rows = self._next(stops, AgentFragment, part=self.part, env_clock=clock)
         copy_rows(new.clock, old.clock, rows)
         new.module_of[:] = self.module
-        old.serves = self.module.copy()
-        old.module_ids = tuple(module.module_id for module in self.modules)
-        old.outputs = {self.module_id(place): names for place, names in self.outputs.items()}
-        # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
-        old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
+        self._tell(old)
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
         for turn in self._turns or ():
@@ -445,11 +444,67 @@ class AgentLane(SlotLane):
             new.early = self._early_so_far(old.early, clock.started)
         return old
 
+    def so_far(self) -> AgentFragment:
+        """The fragment as it is so far: its arrays are the lane's."""
+        begun = copy.copy(self.fragment)
+        begun.observation_space, begun.infos = self.observation_space, begun.infos[: int(self.at.max()) + 1]
+        begun.end_at(self.at)
+        self._tell(begun)
+        return begun
+
+    def get_state(self) -> dict[str, Any]:
+        """What another lane needs beside the fragment so far, to go on from this one."""
+        of_slots = {name: getattr(self, name).copy() for name in _OF_SLOTS}
+        data = [[*key, data] for key, data in copy.deepcopy(self.custom_data).items()]
+        return {**of_slots, "data": data, "num_steps": self.num_steps, "vector_steps": self.vector_steps}
+
+    def go_on(self, begun: AgentFragment, state: Mapping[str, Any]) -> None:
+        """Go on with the fragment that another lane had begun, and from what its `get_state` gave.
+
+        The modules are there. Before the first step of this lane.
+        """
+        assert begun.observation_space is not None
+        self._take_rows({name: column.tree for name, column in begun.columns.items()}, begun.observation_space)
+        fragment, row = self.fragment, int(begun.stops[0])
+        for name in ("sequence", "finals", "starts", "losses", "env_clock", "ends", "early"):
+            setattr(fragment, name, getattr(begun, name))
+        fragment.infos[: len(begun.infos)] = begun.infos
+        fragment.episode_start[:], fragment.episode_number[:] = begun.episode_start, begun.episode_number
+        fragment.clock[: len(begun.clock)] = begun.clock
+        self.module[:] = fragment.module_of[:] = begun.serves
+        fragment.module_of[: len(begun.module_of)] = begun.module_of
+        self.at[:], self._row = begun.stops, row if (begun.stops == row).all() else None
+        self._fresh[:], self.waits[:], self.received[:] = begun.acts, begun.waits, begun.received
+        self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
+        ids = enumerate(begun.module_ids)
+        self.outputs = {place: list(begun.outputs[each]) for place, each in ids if each in begun.outputs}
+        for name in _OF_SLOTS:
+            getattr(self, name)[:] = state[name]
+        self.custom_data = {(slot, number): data for slot, number, data in state["data"]}
+        self.num_steps, self.vector_steps = state["num_steps"], state["vector_steps"]
+
+    def shown_again(self, shared_data: Callable[[int], dict[str, Any]]) -> Sequence[ModuleTurn]:
+        """The turns of a lane that goes on, with the observations that pieces have left in another one."""
+        turns = self.turns(shared_data)
+        for turn in turns:
+            observations = self._column.items(self.rows_of(turn.slots), turn.slots)
+            turn.episodes, self.shown = self._show(turn.slots, observations, is_settled=True), None
+        return turns
+
     def release(self) -> None:
         super().release()
         self._turns, self.shown = None, None
 
     # Inside
+
+    def _tell(self, fragment: AgentFragment) -> None:
+        """Give a fragment what it has of the slots' modules, and of their newest observations, at its end."""
+        fragment.serves = self.module.copy()
+        fragment.module_ids = tuple(module.module_id for module in self.modules)
+        fragment.outputs = {self.module_id(place): names for place, names in self.outputs.items()}
+        # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
+        fragment.acts, fragment.waits = self._fresh.copy(), self.waits & ~self._fresh
+        fragment.received = self.received.copy()
 
     def _early_so_far(
         self, early: Sequence[tuple[int, int, float]], started: NDArray[np.int64]
@@ -458,7 +513,7 @@ class AgentLane(SlotLane):
         sums: dict[int, tuple[int, float]] = {}
         for vector_step, slot, reward in early:
             begin = started[slot // len(self.part.agents)]
-            if vector_step > begin > self._begun_at[slot]:
+            if vector_step > begin > self.begun_at[slot]:
                 sums[slot] = vector_step, sums.get(slot, (0, 0.0))[1] + reward
         return [(vector_step, slot, reward) for slot, (vector_step, reward) in sums.items()]
 
@@ -496,7 +551,7 @@ class AgentLane(SlotLane):
     def _begin(self, slots: Slots, vector_step: int) -> None:
         """Begin episodes of these slots in the rows where they stand."""
         self.lives[slots] = True
-        self._begun_at[slots] = vector_step
+        self.begun_at[slots] = vector_step
         self.episode_start[slots] = self.at[slots]
         new = slots[self.at[slots] == self.layout.lookback]  # slots without an episode in the fragment so far
         self.fragment.episode_start[new] = self.layout.lookback

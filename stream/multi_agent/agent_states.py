@@ -110,7 +110,7 @@ class AgentStates:
     def begin(self, envs: NDArray[np.int64], seen: NDArray[np.int64]) -> None:
         """Begin episodes in `envs`, with observations of the agents `seen`. Raises EnvError if nobody is to act."""
         numbers = self._slots.of_env[envs]
-        for state in (self._has_come, self._hangs, self._has_ended):
+        for state in self._flags:
             state[numbers] = False
         self._has_come[seen] = True
         self._check_acting(seen, np.setdiff1d(np.arange(self._slots.num_envs), envs))
@@ -150,6 +150,23 @@ class AgentStates:
         self.acting = seen[~(self._has_ended[seen] | np.isin(self._slots.envs[seen], envs))]
         self._check_acting(self.acting, envs)
         return (terminated, truncated), envs
+
+    def get_state(self) -> NDArray[np.bool_]:
+        """bool[N, 4, agents]: of each environment who has come, hangs, has ended, and acts."""
+        acts = self._nobody()
+        acts[self.acting] = True
+        return np.stack([each[self._slots.of_env] for each in (*self._flags, acts)], axis=1)
+
+    def set_state(self, state: NDArray[np.bool_]) -> None:
+        """Go on from what `get_state` gave."""
+        *flags, acts = np.moveaxis(state, 1, 0)
+        for each, values in zip(self._flags, flags, strict=True):
+            each[self._slots.of_env] = values
+        self.acting = np.sort(self._slots.of_env[acts])
+
+    @property
+    def _flags(self) -> tuple[NDArray[np.bool_], ...]:
+        return self._has_come, self._hangs, self._has_ended
 
     def _nobody(self) -> NDArray[np.bool_]:
         return np.zeros(self._slots.count, np.bool_)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
-from rollflow.stream.multi_agent.agent_fragment import EnvClock
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, EnvClock
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, VectorStep
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -37,7 +37,10 @@ class MultiAgentLane:
     first_step      vector steps that the run had made when this lane began
     turns           of the modules that have agents to act for, between the stages
     is_set_aside    whether the environments are gone for good
+    is_restored     whether it goes on from another one, until it has come by the first stage: its batches are made
     """
+
+    dead: NDArray[np.bool_] = np.zeros(0, np.bool_)  # no step only resets
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class MultiAgentLane:
         self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self.just_ended = np.zeros(0, np.int64)
-        self.is_set_aside = False
+        self.is_set_aside = self.is_restored = False
         self._shared_data: dict[int, dict[str, Any]] = {}
         self._first_env = first_env
         self._mapping, self._make_shared_data = mapping, shared_data
@@ -154,18 +157,11 @@ class MultiAgentLane:
     def cut(self) -> MultiAgentFragment:
         """Return the fragment, read-only, and begin the next one."""
         clock, self.clock = self.clock, self.clock.next(self.vector_steps)
-        custom_data, going = copy.deepcopy(self.custom_data), set(enumerate(self.clock.numbers.tolist()))
+        fragment = self._fragment([lane.cut(self.clock) for lane in self.parts], clock)
+        going = set(enumerate(self.clock.numbers.tolist()))
         self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
         self.sequence += 1
-        parts = [lane.cut(self.clock) for lane in self.parts]
-        return MultiAgentFragment(
-            self.index,
-            self.sequence - 1,
-            parts,
-            num_rows=self.vector_steps - clock.first,
-            clock=clock,
-            custom_data=custom_data,
-        )
+        return fragment
 
     def leave(self) -> MultiAgentFragment:
         """Return the last fragment, and release all memory: no more steps are made."""
@@ -182,7 +178,49 @@ class MultiAgentLane:
         for each in (*by_module, self.turns):
             each.clear()
 
+    # A lane that goes on from another one's state
+
+    def so_far(self) -> MultiAgentFragment:
+        """The fragment as it is so far: its arrays are the lane's."""
+        return self._fragment([lane.so_far() for lane in self.parts], self.clock)
+
+    def get_state(self) -> dict[str, Any]:
+        """What another lane needs beside the fragment so far, to go on from this one."""
+        return {
+            "modules": [module.module_id for module in self.modules],
+            "served": [[module_id, *served] for module_id, served in self._part_of.items()],
+            "sampled": list(self._shared_data),
+            "vector_steps": self.vector_steps,
+            "parts": [lane.get_state() for lane in self.parts],
+        }
+
+    def go_on(self, begun: MultiAgentFragment, modules: Sequence[Any], state: Mapping[str, Any]) -> None:
+        """Go on with the fragment that another lane had begun, and from what its `get_state` gave.
+
+        modules    by place. Before the first step of this lane
+        """
+        self.modules[:] = modules
+        self._places = {module: place for place, module in enumerate(modules)}
+        self._part_of = {module_id: (part, agent) for module_id, part, agent in state["served"]}
+        self.clock, self.sequence, self.vector_steps = begun.clock, begun.sequence, state["vector_steps"]
+        self.custom_data = {key: dict(data) for key, data in begun.custom_data.items()}
+        for lane, part, each in zip(self.parts, begun.parts, state["parts"], strict=True):
+            lane.go_on(part, each)
+        self.is_restored = True
+
+    def begin_anew(self, reason: str) -> None:
+        """End the open episodes of a lane that was to go on, and can't."""
+        self.lose(reason, is_under_way=False)
+        self.is_restored = False
+
     # Inside
+
+    def _fragment(self, parts: Sequence[AgentFragment], clock: EnvClock) -> MultiAgentFragment:
+        """The fragment that is filled now, of these parts."""
+        num_rows, custom_data = self.vector_steps - clock.first, copy.deepcopy(self.custom_data)
+        return MultiAgentFragment(
+            self.index, self.sequence, parts, num_rows=num_rows, clock=clock, custom_data=custom_data
+        )
 
     def _part(self, index: int, part: AgentPart, *, is_shared: bool) -> AgentLane:
         layout = FragmentLayout(

@@ -60,18 +60,22 @@ class EpisodeCollector:
         return sum(episode.num_steps for episode in self._open.values())
 
     def get_state(self) -> dict[str, Any]:
-        """The open episodes, of environments with one agent: none is copied."""
-        opened = [[*place, vars(each) | {"agents": vars(each.agents[None])}] for place, each in self._open.items()]
+        """The open episodes: none is copied."""
+        opened = []
+        for place, episode in self._open.items():
+            agents = [[key, vars(steps)] for key, steps in episode.agents.items()]
+            opened.append([*place, vars(episode) | {"agents": agents, "early": list(episode.early.items())}])
         return {"headless_steps": self.headless_steps, "open": opened}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `get_state` gave."""
         self.headless_steps = state["headless_steps"]
         for lane, env, fields in state["open"]:
-            episode, agent = OpenEpisode.__new__(OpenEpisode), AgentSteps.__new__(AgentSteps)
-            vars(agent).update(fields["agents"])
-            vars(episode).update(fields | {"agents": {None: agent}})
-            self._open[lane, env] = episode
+            self._open[lane, env] = episode = OpenEpisode.__new__(OpenEpisode)
+            vars(episode).update(fields | {"agents": {}, "early": dict(fields["early"])})
+            for key, of_agent in fields["agents"]:
+                episode.agents[key] = AgentSteps.__new__(AgentSteps)
+                vars(episode.agents[key]).update(of_agent)
 
     def add(self, fragment: AnyFragment) -> AnyFragment | None:
         """Take the next fragment of a lane; return the episodes that end in it, in the order of slots, or None."""

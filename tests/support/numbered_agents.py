@@ -146,6 +146,27 @@ class NumberedAgents(MultiAgentEnv):
         return observations, rewards, terminateds, truncateds, infos
 
 
+class NumberedTeam(NumberedAgents):
+    """Numbered steps of agents that come, wait and leave, of an environment that says where it stands."""
+
+    NAMES = "episode", "rewarded", "env_step", "states", "agent_steps"
+
+    def get_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.NAMES}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        for name in self.NAMES:
+            setattr(self, name, state[name])
+
+
+class SilentTeam(NumberedAgents):
+    """The same steps, of an environment that says nothing, and begins each episode as the first."""
+
+    def reset(self, **given: Any) -> Any:
+        self.episode, self.rewarded = -1, 0
+        return super().reset(**given)
+
+
 def numbered_agents(count: int, **kwargs: Any) -> tuple[list[NumberedAgents], list[Callable[[], NumberedAgents]]]:
     """`count` environments, numbered as slots 0 … count - 1, and callables that hand them out."""
     envs = [NumberedAgents(slot, **kwargs) for slot in range(count)]

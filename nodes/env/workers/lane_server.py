@@ -75,7 +75,7 @@ class LaneServer:
         if kind is FrameKind.STEP or kind is FrameKind.STEP_FOR_ENV:
             return self._agents_stepped() if self._has_several else self._stepped(asked)
         if kind is FrameKind.RESET:
-            return self._agents_reset() if self._has_several else self._reset(asked)
+            return self._reset(asked)
         if kind is FrameKind.STATE:
             return frame_with(FrameKind.DONE, pack({"environments": self._env.get_state()}, "the environments' states"))
         if kind is FrameKind.BLOCK:
@@ -127,6 +127,9 @@ class LaneServer:
             except EnvError as error:
                 fields["anew"] = str(error)
         observations, infos = self._env.reset(self._seeds)
+        if self._has_several:
+            self._block.write_first(observations)
+            return self._answered(fields, infos=(infos, range(self._env.num_envs)))
         self._blocks[asked.block][Columns.OBS].write(asked.number, observations)
         return frame_with(FrameKind.DONE, self._deviations.packed(fields | ({"infos": infos} if infos else {})))
 
@@ -147,26 +150,22 @@ class LaneServer:
             fields["final_infos"] = final[1]
         return frame_with(FrameKind.DONE, self._deviations.packed(fields))
 
-    def _agents_reset(self) -> bytes:
-        observed, infos = self._env.reset(self._seeds)
-        self._block.write_first(observed)
-        return self._answered(infos=(infos, range(self._env.num_envs)))
-
     def _agents_stepped(self) -> bytes:
         step = self._env.step(self._block.actions())
         self._block.write_step(step)
         infos = step.infos, range(self._env.num_envs)
-        return self._answered(infos=infos, first_infos=(step.first_infos, step.ended.tolist()))
+        return self._answered({}, infos=infos, first_infos=(step.first_infos, step.ended.tolist()))
 
-    def _answered(self, **infos: tuple[AgentInfos, Sequence[int]]) -> bytes:
-        """The answer with infos, each with the numbers of the environments that they are of."""
+    def _answered(self, fields: dict[str, Any], **infos: tuple[AgentInfos, Sequence[int]]) -> bytes:
+        """The answer with fields and infos, each with the numbers of the environments that they are of."""
         given = {kind: each for kind, each in infos.items() if len(each[0])}
         plain = {kind: self._infos.plain(each) for kind, (each, _) in given.items()}
         told = self._deviations.left_out
         return frame_with(
             FrameKind.DONE,
             self._deviations.packed(
-                plain, sent=lambda: {kind: self._infos.sent(*each, told) for kind, each in given.items()}
+                fields | plain,
+                sent=lambda: fields | {kind: self._infos.sent(*each, told) for kind, each in given.items()},
             ),
         )
 

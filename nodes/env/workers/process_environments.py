@@ -1,5 +1,6 @@
 """Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,8 @@ class EnvLink(LaneLink):
 
     def _reset(self) -> None:
         lane, blocks = self._laid_out()
-        if lane.is_restored and self.starts:  # it was lost before it went on
-            lane.begin_anew(self.reason)
-        seeds = self.node.seeds_of_lane(self.index, self.starts + lane.vector_steps * lane.is_restored)
-        layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
-        layout["records"] = self.node.records_actions
-        if lane.is_restored:
-            layout["goes_on"] = [self.node.states_before[self.index], np.flatnonzero(lane.dead).tolist()]
-        self.send_block(FrameKind.LAYOUT, pack(layout))
+        layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback}
+        self.send_block(FrameKind.LAYOUT, pack(layout | _beginning(self)))
         self._blocks_sent = 0
         self._send_blocks(blocks)
         self.send(frame(FrameKind.RESET, blocks.index, lane.row))
@@ -52,9 +47,7 @@ class EnvLink(LaneLink):
         fields = self._fields_of(answer, f"lane {self.index}, ") if answer.payload else {}
         infos = fields.get("infos", {})
         if self.phase is LanePhase.RESETTING:
-            if lane.is_restored and "anew" in fields:
-                self.node.begin_anew(lane, fields["anew"])
-            if not lane.is_restored:
+            if not _goes_on(self, fields):
                 lane.take_reset(infos)
         else:
             final = None
@@ -79,6 +72,25 @@ class EnvLink(LaneLink):
         self._blocks_sent = len(blocks.pool.blocks)
 
 
+def _beginning(link: LaneLink) -> dict[str, Any]:
+    """What a worker is told of the first reset of a lane, beside its layout."""
+    lane, node = link.lane, link.node
+    if lane.is_restored and link.starts:  # it was lost before it went on
+        lane.begin_anew(link.reason)
+    told = {"seeds": node.seeds_of_lane(link.index, link.starts + lane.vector_steps * lane.is_restored)}
+    told["records"] = node.records_actions
+    if lane.is_restored:
+        told["goes_on"] = [node.states_before[link.index], np.flatnonzero(lane.dead).tolist()]
+    return told
+
+
+def _goes_on(link: LaneLink, fields: Mapping[str, Any]) -> bool:
+    """True if the environments of a lane go on from their states, by what their worker answers."""
+    if link.lane.is_restored and "anew" in fields:
+        link.node.begin_anew(link.lane, fields["anew"])
+    return bool(link.lane.is_restored)
+
+
 class AgentLink(LaneLink):
     """The link to a worker that has a block of memory for a step in common with this process."""
 
@@ -97,9 +109,8 @@ class AgentLink(LaneLink):
             self._infos = InfoCodec(envs.possible_agents)
             self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
             self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
-        seeds = self.node.seeds_of_lane(self.index, self.starts)
         first_slot = self.node.first_slots()[self.index]  # which the maker can't have: sizes weren't known yet
-        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds, "first_slot": first_slot}))
+        self.send_block(FrameKind.LAYOUT, pack({"first_slot": first_slot} | _beginning(self)))
         self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
         self.send(frame(FrameKind.RESET))
 
@@ -115,7 +126,8 @@ class AgentLink(LaneLink):
         lane, fields = self.lane, self._fields_of(answer)
         infos, first_infos = (self._infos.infos(fields.get(kind, ())) for kind in ("infos", "first_infos"))
         if self.phase is LanePhase.RESETTING:
-            lane.reset(self._block.first(), infos)
+            if not _goes_on(self, fields):
+                lane.reset(self._block.first(), infos)
         else:
             with noted(lane.where):
                 lane.record_step(self._block.step(infos, first_infos))

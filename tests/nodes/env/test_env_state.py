@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -11,9 +12,17 @@ import pytest
 from extras import needs
 from gymnasium import wrappers
 from gymnasium.vector import SyncVectorEnv
+from mpe2 import simple_adversary_v3, simple_speaker_listener_v4
+from pettingzoo.butterfly.cooperative_pong import cooperative_pong
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from pettingzoo.classic.connect_four import connect_four
+from pettingzoo.classic.go import go
+from pettingzoo.classic.rps import rps
+from pettingzoo.classic.tictactoe import tictactoe
 
 from rollflow.nodes.env import env_state
-from rollflow.nodes.env.env_state import RecordedEnv, set_state, state_of
+from rollflow.nodes.env.env_state import RecordedEnv, restored, set_state, state_of, states_of
+from rollflow.nodes.env.multi_agent_env import adapted
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.stream import EnvError
 from rollflow.stream.data.packing import pack, unpack
@@ -158,6 +167,68 @@ def test_minatar_goes_on_to_the_bit() -> None:
 @pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
 def test_vector_environments_go_on_to_the_bit(mode: str) -> None:
     check(lambda: gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode=mode))
+
+
+AGENTS: Mapping[str, Make] = {
+    "adversary": simple_adversary_v3.parallel_env,  # whose agents' goal is one of the landmarks
+    "adversary in turns": simple_adversary_v3.env,
+    "speaker": simple_speaker_listener_v4.parallel_env,
+    "tictactoe": tictactoe.env,
+    "connect four": connect_four.env,
+    "rps": rps.env,
+    "pong": partial(cooperative_pong.parallel_env, render_mode="rgb_array"),
+}
+
+
+def play_agents(env: Any, seen: Any, random: np.random.Generator, steps: int) -> tuple[list[Any], Any]:
+    """What an environment of several agents gives for drawn actions, and what is to be acted on next."""
+    given: list[Any] = []
+    for _ in range(steps):
+        actions = {}
+        for agent, observation in seen.items():
+            has_mask = isinstance(observation, Mapping)
+            allowed = np.flatnonzero(observation["action_mask"]) if has_mask else range(env.action_spaces[agent].n)
+            actions[agent] = int(random.choice(allowed))
+        observations, rewards, *ends, _ = env.step(actions)
+        given.append((observations, rewards, *ends))
+        seen = {agent: each for agent, each in observations.items() if not (ends[0][agent] or ends[1][agent])}
+        if ends[0]["__all__"] or ends[1]["__all__"]:
+            seen, _ = env.reset()
+            given.append(seen)
+    return given, seen
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("name", AGENTS)
+def test_environments_of_petting_zoo_go_on_to_the_bit(name: str, is_recorded: bool) -> None:
+    def made() -> Any:
+        env = adapted(AGENTS[name]())
+        return RecordedEnv(env) if is_recorded else env
+
+    first, other, random = made(), made(), np.random.default_rng(0)
+    spaces = first.env.action_spaces if is_recorded else first.action_spaces
+    first.action_spaces = other.action_spaces = spaces
+    seen, _ = first.reset(seed=5)
+    other.reset(seed=9)
+    _, seen = play_agents(first, seen, random, 37)
+    (state,) = states_of([first])
+    assert list(state) == ["replay" if is_recorded else "state"]
+    restored(other, sent(state))
+    again = np.random.default_rng()
+    again.bit_generator.state = random.bit_generator.state
+    expected, found = (play_agents(env, seen, draws, 40)[0] for env, draws in ((first, random), (other, again)))
+    assert len(leaves_of(expected)) == len(leaves_of(found))
+    for one, two in zip(leaves_of(expected), leaves_of(found), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("make", [go.env, knights_archers_zombies.env])
+def test_what_no_attribute_shows_of_an_environment_of_petting_zoo_is_named(make: Make) -> None:
+    env = adapted(make())
+    seen, _ = env.reset(seed=0)
+    play_agents(env, seen, np.random.default_rng(0), 9)
+    with pytest.raises(EnvError, match=r"the state of a Group .*can't be read"):
+        state_of(env)
 
 
 def test_an_environment_says_its_own_state_below_a_wrapper() -> None:

@@ -24,10 +24,15 @@ import numpy as np
 import pytest
 import torch
 import walk_env
+from counted_agents import Counted
 from extras import needs
 from hypothesis import given, settings, strategies as st
 from kill_runs import digest
+from lost_agents import check_continuity, check_multi_agent_chunks, emitted_steps
+from mpe2 import simple_adversary_v3
+from numbered_agents import NumberedTeam, SilentTeam
 from numbered_env import NumberedEnv
+from pettingzoo.classic.tictactoe import tictactoe
 from remote_hosts import BrokenWire, hosting, listening
 from remote_rollouts import await_that, cut_off
 from stand_in_pool import StandInPool
@@ -38,6 +43,7 @@ from walk_env import Stuck, Walk
 
 from rollflow import (
     Checkpoints,
+    ConnectorV2,
     EnvHost,
     Forward,
     GeneralAdvantageEstimation,
@@ -80,20 +86,80 @@ class Numbers(NumberedEnv):
         bits.state = {**bits.state, "state": state["drawn"]}
 
 
-def update(rollout: Rollout, optimizer: Any, batch: Any) -> None:
+class CountedTeams(Counted):
+    """Environments in arrays that say where they stand."""
+
+    def get_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_state(self, state: Any) -> None:
+        self.steps = np.array(state["steps"])
+
+
+class Scaled(ConnectorV2):
+    """Scales what agents see by what it has counted of all and of an episode: it sees all agents, and learns."""
+
+    count = 0
+
+    def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
+        return gym.spaces.Dict(dict.fromkeys(seen.spaces, gym.spaces.Box(0, 1e9, (5,), np.float32)))
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in episodes:
+            self.count += 1
+            number = episode.custom_data["asked"] = episode.custom_data.get("asked", 0) + 1
+            scale = 1 + self.count % 7 + number
+            made = {agent: (seen / scale).astype(np.float32) for agent, seen in episode.get_observations(-1).items()}
+            episode.set_observations(new_data=made, at_indices=-1)
+        return batch
+
+    def get_state(self, *args: Any, **kwargs: Any) -> Any:
+        return {"count": self.count}
+
+    def set_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def by_number(agent: str, episode: Any) -> str:
+    return "first" if agent in ("agent 0", "adversary_0", "player_1") else "others"
+
+
+def by_episode(agent: str, episode: Any) -> str:
+    return ("first", "others")[int(episode.id_, 16) % 2]
+
+
+def modules_of(rollout: Any) -> dict[str, Any]:
+    """The modules that are trained, by id."""
+    several = isinstance(rollout, MultiAgentRollout)
+    return (
+        {name: rollout.module[name] for name in rollout.learner.to_train or rollout.module}
+        if several
+        else {"": rollout.module}
+    )
+
+
+def weights_of(rollout: Any) -> dict[str, Any]:
+    """Weights of all modules, by id."""
+    return {name: module.state_dict() for name, module in modules_of(rollout).items()}
+
+
+def update(rollout: Any, optimizer: Any, batch: Any) -> None:
     """Something to learn, with a draw of torch's own generator, as minibatches take one."""
-    outputs = rollout.module.forward_train(dict(batch))
-    noise = 1e-3 * torch.randn(())
-    loss = (1 + noise) * outputs["action_dist_inputs"].square().mean() + outputs["vf_preds"].mean()
+    modules, weights, loss = modules_of(rollout), weights_of(rollout), 0.0
+    for name, of_module in (batch if set(modules) - {""} else {"": batch}).items():
+        outputs = modules[name].forward_train(dict(of_module))
+        noise = 1e-3 * torch.randn(())
+        loss += (1 + noise) * outputs["action_dist_inputs"].square().mean() + outputs["vf_preds"].mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    rollout.publish(rollout.module.state_dict())
+    rollout.publish(weights.get("", weights))
 
 
-def learnt(rollout: Rollout, rounds: int) -> Iterator[str]:
+def learnt(rollout: Any, rounds: int) -> Iterator[str]:
     """Digests of the batches, and at last of the weights."""
-    optimizer = torch.optim.Adam(rollout.module.parameters(), lr=1e-2)
+    parameters = [each for module in modules_of(rollout).values() for each in module.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
     rollout.attach(optimizer=optimizer)
     with rollout:
         for number, batch in enumerate(rollout.batches(), 1):
@@ -101,27 +167,33 @@ def learnt(rollout: Rollout, rounds: int) -> Iterator[str]:
             yield digest(batch)
             if number == rounds:
                 break
-        yield digest(rollout.module.state_dict())
+        yield digest(weights_of(rollout))
         yield f"{rollout.num_steps} {rollout.returns.count} {rollout.returns.mean}"
 
 
-def begun(env: Any = "CartPole-v1", **options: Any) -> Rollout:
+def begun(env: Any = "CartPole-v1", *, several: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     if "made" in options:
         return Rollout(options.pop("made")(), **({"fragment_length": 16, "seed": 3} | options))
-    return Rollout(env, **({"num_envs": 4, "fragment_length": 16, "seed": 3} | options))
+    kind = MultiAgentRollout if several else Rollout
+    return kind(env, **({"num_envs": 4, "fragment_length": 16, "seed": 3} | options))
 
 
-def resumed_from(folder: Path, options: dict[str, Any]) -> Rollout:
+def resumed_from(folder: Path, options: dict[str, Any]) -> Any:
     """A run with these options that goes on: what no file can have is given again."""
-    env, connector = options.get("env"), {name: options[name] for name in options if "connector" in name}
+    kind = MultiAgentRollout if options.get("several") else Rollout
+    functions = {name: each for name, each in options.items() if callable(each) and name != "made"}
     if "made" in options:
-        env = options["made"]()
-    return Rollout.resume(folder, None if isinstance(env, str) else env, **connector)
+        functions["env"] = options["made"]()
+    return kind.resume(folder, **functions)
 
 
 def filtered(env: Any) -> Any:
     return MeanStdFilter()
+
+
+def scaled(envs: Any) -> Any:
+    return Scaled()
 
 
 APART: dict[str, Any] = {"forward": Forward(max_batch=4)}
@@ -198,11 +270,36 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensors as arrays": {"made": tensors, "learner_connector": gae, "env_to_module_connector": of_arrays},
     "jax": {"made": in_jax, "learner_connector": gae},
 }
+TWO = {"module": {"first": None, "others": None}, "agent_to_module_mapping_fn": by_number}
+TEAM = {"several": True, "env": partial(NumberedTeam, 0), **TWO}
+ONE_PART = {**TEAM, "env": partial(NumberedTeam, 0, nested=0), "num_envs": 3}
+WAYS |= {
+    "agents": TEAM,
+    "agents by episode": {**ONE_PART, "agent_to_module_mapping_fn": by_episode},
+    "agents with memory": {**ONE_PART, "model_config": {"use_lstm": True}, "lookback": 2},
+    "agents in arrays": {"several": True, "env": partial(CountedTeams, 0), "num_envs": None, "module": None},
+    "agents in turns": {**TEAM, "env": tictactoe.env, "explore": {"others": False}},
+    "agents at once": {**TEAM, "env": simple_adversary_v3.parallel_env, "env_to_module_connector": filtered},
+    "agents replayed": {**ONE_PART, "env": partial(SilentTeam, 0, nested=0), "modules_to_train": ["others"]},
+    "agents jointly": {**ONE_PART, "joint_connector": scaled, "lookback": 0},
+    "agents in lanes": {**TEAM, "lanes": 2, "where": "threads", "deterministic": True, "prefetch": 1},
+    "agents in processes": {**TEAM, "lanes": 3, "where": "processes", "workers": 2, "deterministic": True},
+    "agents in rollouts": {**ONE_PART, "where": "rollouts", "workers": 1, "deterministic": True},
+    "agents ahead in processes": {
+        **ONE_PART,
+        "env": partial(SilentTeam, 0, nested=0),
+        "where": "processes",
+        "workers": 1,
+        "deterministic": True,
+        "prefetch": 1,
+    },
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Path) -> None:
     whole = list(learnt(with_answers_in_order(begun(**WAYS[way])), ROUNDS))
+    assert len(set(whole)) == ROUNDS + 2
     options = WAYS[way] | {"checkpoints": Checkpoints(tmp_path, every_s=1e9)}
     first, run = [], with_answers_in_order(begun(**options))
     for number, text in enumerate(learnt(run, ROUNDS), 1):
@@ -365,6 +462,45 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
     for slot in range(options["num_envs"]):
         places = sorted(each[1:3] for each in found if each[0] == slot)
         assert all(then in ((a, b + 1), (a + 1, 0)) for (a, b), then in pairwise(places))
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_step_of_every_agent_is_handed_out_once(data: Any, tmp_path_factory: Any) -> None:
+    options: dict[str, Any] = {
+        "fragment_length": data.draw(st.integers(1, 7)),
+        "prefetch": data.draw(st.integers(0, 2)),
+        "where": data.draw(st.sampled_from(["inline", "threads"])),
+        "lanes": data.draw(st.integers(1, 2)),
+        "num_envs": 2,
+        "lookback": data.draw(st.integers(0, 2)),
+        "module": {"first": RandomModule, "others": RandomModule},
+        "agent_to_module_mapping_fn": by_number,
+    }
+    folder = tmp_path_factory.mktemp("run")
+    slots = iter(range(100))
+
+    def make() -> NumberedTeam:
+        return NumberedTeam(next(slots) % 2)
+
+    fragments: list[Any] = []
+    rollout = MultiAgentRollout(make, seed=1, num_fragments=9, **options)
+    functions = {name: options[name] for name in ("module", "agent_to_module_mapping_fn")}
+    for stop in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)):
+        with rollout:
+            for number, fragment in enumerate(rollout.fragments(), 1):
+                fragments.append(fragment)
+                if number == stop:
+                    rollout.save(folder)
+                    break
+        rollout = MultiAgentRollout.resume(folder, make, **functions)
+    with rollout:
+        fragments += rollout.fragments()
+    assert rollout.lost == {}
+    steps = emitted_steps(fragments)
+    assert len(steps) == len(set(steps)) == rollout.num_steps
+    check_continuity(fragments)
+    check_multi_agent_chunks(fragments)
 
 
 def test_infos_of_ended_episodes_go_on_in_fragments_that_were_ready(tmp_path: Path) -> None:
