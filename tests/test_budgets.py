@@ -34,18 +34,18 @@ BUDGETS = {  # folder -> code lines, classes
         12,
     ),  # own pieces named; a fragment's tensors made at once; modules in turns resolved once; tensors of a device fused
     "nodes/device": (1141, 10),  # states of lanes and environments of tensors, for checkpoints
-    "nodes/env": (2438, 29),  # slots that go on one by one; gates that are shut
+    "nodes/env": (2487, 29),  # states of environments of several agents; replayed rewards compared
     "nodes/env/remote": (1539, 14),  # lanes on hosts go on; hosts of another version refused
-    "nodes/env/workers": (2502, 35),  # slots that step apart go on from their states; states of whole rollouts
+    "nodes/env/workers": (2508, 35),  # states of environments of several agents; states of whole rollouts
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (366, 9),
     "nodes/logs": (603, 10),  # rows that are made again go
-    "nodes/metrics": (576, 10),  # returns that go on; columns on a device
+    "nodes/metrics": (594, 10),  # returns of several agents that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
-    "nodes/offloaded": (1907, 25),  # turns in order, and their states
+    "nodes/offloaded": (1946, 25),  # states of lanes of several agents; turns in order, and their states
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
     "nodes/rollout": (2582, 28),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
-    "nodes/stages": (1907, 22),  # fragments shown to a schedule; another prefetch; states of what acts
+    "nodes/stages": (1920, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (811, 20),
     "rollflow": (64, 0),  # a name more
@@ -57,9 +57,9 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
-    "stream/fragments": (1624, 20),  # lanes saved before their first step
+    "stream/fragments": (1629, 20),  # fragments so far; a lane that goes on from another; ready slots
     "stream/graph": (2522, 34),  # items that are away; starts wait for gates; stages that are wrapped
-    "stream/multi_agent": (1401, 18),  # open episodes saved; whole episodes, slots of agents, which stood in nodes/env
+    "stream/multi_agent": (1479, 18),  # lanes of several agents that go on; open episodes saved; whole episodes
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1177, 17),
     "stream/wire": (969, 17),

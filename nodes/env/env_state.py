@@ -21,7 +21,7 @@ from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import EnvError, shown
-from rollflow.stream.data.tree import leaves_of, map_tree
+from rollflow.stream.data.tree import leaves_of, library_of, map_tree
 
 # Packages whose environments and wrappers have no state but in attributes, and in what is named below.
 _PACKAGES = frozenset({"gymnasium", "ale_py", "minatar", "pettingzoo", "mpe2", "rollflow"})
@@ -222,7 +222,7 @@ def _own_of(value: Any, where: str) -> Any:
         return {key: _own_of(each, f"{where}[{key!r}]") for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_own_of(each, f"{where}[{place}]") for place, each in enumerate(value))
-    is_plain = isinstance(value, np.ndarray) and not value.dtype.hasobject
+    is_plain = library_of(value) is not np or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
     if not (is_plain or value is None or isinstance(value, bool | int | float | str | np.generic)):
         raise EnvError(
             f"{where} is {type(value).__name__} {shown(value)}, which can't be saved; expected numbers, text, arrays, "

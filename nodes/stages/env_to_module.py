@@ -102,8 +102,7 @@ class CuttingStage(Generic[L, P]):
         self._take_in(lane)
         if self._num_fragments is not None and lane.sequence >= self._num_fragments:
             return self._finished(lane, None)  # in the run that was saved
-        is_restored, lane.is_restored = lane.is_restored, False
-        return self._ready[lane.index] if is_restored else None
+        return self._ready[lane.index] if lane.is_restored else None
 
     def _set_aside(self, lane: L | NoFragment) -> P:
         """The result for a lane whose environments are gone for good, or for the word that it is absent.

@@ -37,7 +37,7 @@ class MultiAgentLane:
     first_step      vector steps that the run had made when this lane began
     turns           of the modules that have agents to act for, between the stages
     is_set_aside    whether the environments are gone for good
-    is_restored     whether it goes on from another one, until it has come by the first stage: its batches are made
+    is_restored     whether it goes on from another one: its batches are made
     """
 
     dead: NDArray[np.bool_] = np.zeros(0, np.bool_)  # no step only resets
