@@ -25,7 +25,6 @@ from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
 from rollflow.nodes.rollout.options import RolloutKeywords, RolloutOptions, options_of, with_keywords
 from rollflow.nodes.rollout.rollout_loop import RolloutLoop
 from rollflow.nodes.stages.acting import Acting, acting_for, pieces_given
-from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.fragment import Fragment
@@ -208,10 +207,7 @@ class Rollout(RolloutLoop[Fragment]):
         return *super().signs(), *self._check.signs(self.policy_version, published, self._learner_meter.items)
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
-        batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
-        if isinstance(self._counting, EnvToModule):
-            self._counting.compare_with_train_batch(batch)
-        return batch
+        return self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
 
     def _slowest_learner_piece(self) -> str:
         return slowest_piece([self.learner_pipeline])

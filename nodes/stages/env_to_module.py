@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED, states_at
-from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.common.episode_columns import states_at
 from rollflow.nodes.connectors.env_to_module.observation_pieces import MeanStdFilter
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import note_own_pieces, pieces_within, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ConnectorError, EnvError, warn_caller
+from rollflow.stream.data.errors import ConnectorError, EnvError
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.ranges import finite_float32
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
@@ -38,11 +37,6 @@ class PreparedBatch(NamedTuple):
 
     batches: Lane | None
     fragments: Fragment | None
-
-
-def shapes_of(batch: Batch, leading: int) -> Tree:
-    """The shape of one observation of a batch, behind so many leading axes, leaf by leaf as text."""
-    return map_tree(lambda leaf: str(list(np.shape(leaf)[leading:])), batch.get(Columns.OBS))
 
 
 def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
@@ -205,8 +199,6 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         super().__init__(PreparedBatch, **of_lanes)
         self.pipeline, self._finite = pipeline, finite
         self._module, self._explore, self._metrics = module, explore, metrics
-        self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
-        self._is_compared = False
 
     def __call__(self, steps: Lane) -> PreparedBatch:
         """Turn the lane's newest observations into a batch for the module."""
@@ -225,8 +217,6 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             )
             if Columns.STATE_IN in batch:
                 record_first_states(episodes, batch[Columns.STATE_IN])
-            if self.observation_shapes is None:
-                self.observation_shapes = shapes_of(batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
             if not episodes.is_settled:
                 lane.commit()
         except Exception as error:
@@ -277,16 +267,3 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
                 rewards = fragment.outline.columns[Columns.REWARDS].rows(fragment.first_row, fragment.last_row)
                 finite_float32(rewards.reshape(-1), named)
         return super()._counted(lane, fragment)
-
-    def compare_with_train_batch(self, batch: Batch) -> None:
-        """Warn, at the first train batch, if its observations have other shapes than the module got while acting."""
-        if self._is_compared or self.observation_shapes is None:
-            return
-        self._is_compared = True
-        acted, learnt = self.observation_shapes, shapes_of(batch, 2 if Columns.SEQ_LENS in batch else 1)
-        if acted != learnt:
-            warn_caller(
-                f"the module is given observations {acted} while acting, but the train batch has {learnt}: a piece "
-                "that makes only the batch's observations, such as FrameStacking, has to stand in both pipelines "
-                "(before the learner with as_learner_connector=True)"
-            )

@@ -798,10 +798,8 @@ def test_pipelines_edited_before_the_run_have_the_lookback_that_they_need() -> N
     rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=Seen(), fragment_length=4, num_fragments=4)
     rollout.env_to_module.prepend(FrameStacking(num_frames=4))
     rollout.learner_pipeline.prepend(FrameStacking(num_frames=6, as_learner_connector=True))
-    warning = r"observations \[12\] while acting, but the train batch has \[18\]"
-    with rollout, pytest.warns(UserWarning, match=warning) as told:
+    with rollout:
         batches = list(rollout.batches())
-    assert told[0].filename == __file__
     acted, learnt = (
         [stack for batch in batches for stack in stacked(batch[column], count)]
         for column, count in (("seen", 4), ("obs", 6))
