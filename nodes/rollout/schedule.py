@@ -18,7 +18,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,10 +39,8 @@ from rollflow.stream.fragments.lane import Lane
 MAGIC = b"rollflow schedule 1\n"
 COMES, PASSES, JOINTLY, LOADS = range(4)
 _BLOCK = struct.Struct("<II")  # bytes of the payload, and the checksum
-_NUMBERS = {0: np.uint64, 4: np.uint32}  # by the bytes of a row, modulo 8
 _MOST = 8192  # numbers of a row of a column that count, of those that have more
 _SHOWN = 5  # steps of an episode
-_MIXED = np.uint64(0x9E3779B97F4A7C15)
 
 
 # Checksums
@@ -50,21 +48,40 @@ _MIXED = np.uint64(0x9E3779B97F4A7C15)
 
 def entry_of(fragment: Any) -> list[Any]:
     """What a schedule has of a fragment: lane, number, names of columns, their checksums, and those of its steps."""
+    names, all_rows, begins, width = list[str](), list[NDArray[np.uint8]](), list[int](), 0
     parts = getattr(fragment, "parts", (fragment.host,))
-    names, sums, steps = list[str](), list[int](), np.zeros(max(part.num_rows for part in parts), np.uint64)
-    for number, part in enumerate(parts):
+    for part in parts:
         whose = f" of agents {list(part.part.agents)}" if parts[1:] else ""
         for name, column in part.columns.items():
-            for leaf in leaves_of(column.rows(part.first_row, part.last_row)):
+            for rows in map(_bytes_of, leaves_of(column.rows(part.first_row, part.last_row))):
                 if not part.is_even:  # what is behind a slot's last step has no meaning
-                    leaf = leaf.copy()
-                    leaf[np.arange(part.first_row, part.last_row)[:, None] >= part.stops] = 0
-                of_rows = _sums_of_rows(leaf)
+                    is_made = np.arange(part.first_row, part.last_row)[:, None] < part.stops
+                    rows = rows * is_made.repeat(rows.shape[1] // is_made.shape[1], 1)
                 names.append(f"'{name}'{whose}")
-                sums.append(zlib.crc32(of_rows.tobytes()))
-                steps[: len(leaf)] ^= of_rows + np.uint64(number)
-    of_steps = (steps * _MIXED >> np.uint64(56)).astype(np.uint8)
-    return [fragment.lane, fragment.sequence, names, sums, of_steps.tobytes()]
+                all_rows.append(rows)
+                begins.append(width)
+                width += max(1, -(-rows.shape[1] // 8))
+    table = np.zeros((max(map(len, all_rows)), width), np.uint64)
+    for begin, rows in zip(begins, all_rows, strict=True):
+        table.view(np.uint8)[: len(rows), 8 * begin : 8 * begin + rows.shape[1]] = rows
+    mixed = np.bitwise_xor.reduceat(table, begins, 1) * _factors(len(begins))  # u64[T, C]
+    sums = (mixed * _factors(len(mixed))[:, None]).sum(0) >> 32
+    steps = np.bitwise_xor.reduce(mixed, 1) >> 56
+    return [fragment.lane, fragment.sequence, names, sums.astype("<u4").tobytes(), steps.astype("u1").tobytes()]
+
+
+@cache
+def _factors(count: int) -> NDArray[np.uint64]:
+    """Odd numbers, u64[count], the same in every process."""
+    return np.random.default_rng(0).integers(1 << 63, 1 << 64, count, np.uint64) | np.uint64(1)
+
+
+def _bytes_of(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of each row of any[T, ...], u8[T, B]; of long rows some."""
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    if flat.shape[1] > _MOST:
+        flat = flat[:, :: flat.shape[1] // _MOST + 1].copy()
+    return flat.view(np.uint8)
 
 
 def difference(before: list[Any], now: list[Any], fragment: Any) -> str:
@@ -73,22 +90,14 @@ def difference(before: list[Any], now: list[Any], fragment: Any) -> str:
         return f"fragment {before[1]} of lane {before[0]} comes next, and {fragment!r} has come"
     if before[2] != now[2]:
         return f"lane {now[0]} has the columns {', '.join(now[2])}, and had {', '.join(before[2])}"
-    names = ", ".join(name for name, one, other in zip(now[2], before[3], now[3], strict=True) if one != other)
+    of_columns = zip(now[2], *(np.frombuffer(each[3], "<u4") for each in (before, now)), strict=True)
+    names = ", ".join(name for name, one, other in of_columns if one != other)
     row = next((row for row, (one, other) in enumerate(zip(before[4], now[4], strict=False)) if one != other), None)
     row = min(len(before[4]), len(now[4])) if row is None else row
     step = f"step {row} of agents in its fragment {now[1]}"
     if isinstance(fragment, Fragment):
         step = f"vector step {now[1] * fragment.layout.num_rows + row}"
     return f"lane {now[0]}, {step}: {names or 'the number of steps'} differ"
-
-
-def _sums_of_rows(rows: NDArray[Any]) -> NDArray[np.uint64]:
-    """u64[T]: a checksum of each row of any[T, ...]."""
-    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
-    flat = flat.view(_NUMBERS.get(flat.shape[1] * flat.itemsize % 8, np.uint8))
-    every = flat.shape[1] // _MOST + 1
-    sums: NDArray[np.uint64] = np.bitwise_xor.reduce(flat[:, ::every], axis=1).astype(np.uint64)
-    return sums
 
 
 def sum_of_weights(weights: Mapping[str, Any]) -> int:

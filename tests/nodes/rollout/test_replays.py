@@ -17,6 +17,7 @@ from together import Together
 from rollflow import Forward, MeanStdFilter, MultiAgentRollout, Rollout, TrainerStream, Watch
 from rollflow.nodes.rollout import schedule
 from rollflow.stream import GraphError, RunError
+from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.tree import leaves_of
 
@@ -327,11 +328,17 @@ def test_what_cannot_be_recorded_or_replayed_is_refused(tmp_path: Path) -> None:
         TrainerStream("tcp://127.0.0.1:0", watch=Watch(record=path))
 
 
-def test_checksums_tell_rows_and_columns_apart() -> None:
-    rows = np.arange(12.0).reshape(4, 3)
-    sums = schedule._sums_of_rows(rows)
-    for place in range(12):
-        other = rows.copy()
-        other.flat[place] += 1
-        assert np.flatnonzero(schedule._sums_of_rows(other) != sums).tolist() == [place // 3]
-    assert schedule._sums_of_rows(np.zeros((2, 3), bool)).tolist() == [0, 0]
+def test_checksums_tell_every_column_and_step_apart() -> None:
+    with Rollout("CartPole-v1", num_envs=3, fragment_length=5, seed=0) as rollout:
+        fragment = next(rollout.fragments())
+    before = schedule.entry_of(fragment)
+    for name, column in fragment.columns.items():
+        leaf = column.tree.copy()
+        for row, slot in np.ndindex(5, 3):
+            other = leaf.copy()
+            other[fragment.first_row + row, slot] = ~other[1, slot] if other.dtype == bool else other[1, slot] + 3
+            fragment.columns[name] = Column(name, other)
+            told = schedule.difference(before, schedule.entry_of(fragment), fragment)
+            assert told == f"lane 0, vector step {row}: '{name}' differ"
+        fragment.columns[name] = column
+    assert schedule.entry_of(fragment) == before
