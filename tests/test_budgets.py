@@ -44,8 +44,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1946, 25),  # states of lanes of several agents; turns in order, and their states
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2577, 28),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
-    "nodes/stages": (1902, 22),  # states of several modules; fragments shown to a schedule; another prefetch
+    "nodes/rollout": (2570, 27),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
+    "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (811, 20),
     "rollflow": (64, 0),  # a name more

@@ -43,7 +43,7 @@ from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.evaluations import Evaluations
 from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
-from rollflow.nodes.rollout.schedule import Recording, Replay, ReplayedCredits, sum_of_weights
+from rollflow.nodes.rollout.schedule import Recording, Replay, ReplayedCredits, ReplayedForward, sum_of_weights
 from rollflow.nodes.stages.acting import Acting, lookback_for
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
@@ -126,13 +126,12 @@ class RolloutLoop(abc.ABC, Generic[F]):
                     self.environments, options.pass_options, self.metrics, **of_lanes
                 )
                 largest = max(env.num_envs for env in self.environments.envs) * acts.most_agents
-                joint, prepare = partial(joint_forward, largest=largest, how=options.forward), self._counting
-                if schedule is None:
-                    forward = joint(forward)
-                else:
-                    prepare, forward = schedule.stages(prepare, forward, joint)
-                    schedule.take(acts.by_id)
-                self._draw = partial(ring_of, self.environments, prepare, forward, act)
+                alone, forward = forward, joint_forward(forward, largest, options.forward)
+                if isinstance(schedule, Replay) and forward is not alone:
+                    forward = ReplayedForward(alone, schedule)
+                if schedule is not None:
+                    schedule.take(acts.by_id, self._counting, forward)
+                self._draw = partial(ring_of, self.environments, self._counting, forward, act)
                 begin_lane = partial(acts.begin_lane, seed=options.seed)
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic

@@ -3,12 +3,12 @@
 A file is a first line, `MAGIC`, and blocks of [bytes, checksum, zlib of a packed dict]; a checksum counts those before.
 The first block has the settings of the run. Each of the others has, since the one before:
 
-    events       u32[...]  lanes as they come to env_to_module, forward passes, weights that they load
+    events       i64[...]  lanes as they come to env_to_module, forward passes, weights that they load
     fragments    of each that the loop took, as `entry_of` gives it
     is_last      there if the run was ended by its program
 
-An event is `number << 2 | kind`; kinds are COMES and PASSES, both of a lane, JOINTLY, a pass over the next so many
-lanes, and LOADS, of a module, with two more numbers: the version, and the checksum of the weights.
+An event is a lane's number n, when the lane comes, or ~n, when it is in a forward pass; JOINTLY + count, before the
+lanes of a pass over several; or LOADS + the number of a module, and two more: the version, the weights' checksum.
 """
 
 import copy
@@ -17,9 +17,10 @@ import struct
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.lane_source import LaneSource
-from rollflow.nodes.stages.ring import JointForward
+from rollflow.nodes.stages.ring import JOINTLY, JointForward
 from rollflow.nodes.stages.rounds import FragmentCredits
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import CheckpointError, RunError
@@ -37,7 +38,8 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.lane import Lane
 
 MAGIC = b"rollflow schedule 1\n"
-COMES, PASSES, JOINTLY, LOADS = range(4)
+LOADS = 1 << 30
+EVERY_S = 0.1  # between two blocks, at least: each costs as much as some vector steps
 _BLOCK = struct.Struct("<II")  # bytes of the payload, and the checksum
 _MOST = 8192  # numbers of a row of a column that count, of those that have more
 _SHOWN = 5  # steps of an episode
@@ -122,10 +124,11 @@ class Recording:
 
     def __init__(self, path: Any) -> None:
         self.path = Path(path)
-        self.events = array("I")
+        self.events = array("q")
         self._fragments: list[Any] = []
         self._file: BinaryIO | None = None
         self._sum = 0
+        self._last = 0.0  # when a block was written
 
     def begin(self, settings: Mapping[str, str], first: Mapping[str, Any]) -> None:
         """Begin the file, with what a replay begins with. Raises CheckpointError if it can't be written."""
@@ -136,29 +139,25 @@ class Recording:
         self._file.write(MAGIC)
         self._write({"settings": settings, **first})
 
-    def stages(self, prepare: Any, forward: Any, joint: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The stages before the forward pass, and of it, which note the lanes that come by.
-
-        joint    makes the stage of passes over several lanes
-        """
-        return NotedStage(prepare, self.events, COMES), joint(NotedStage(forward, self.events, PASSES))
-
-    def take(self, modules: Mapping[Any, tuple[Any, Any]]) -> None:
-        """Note the versions that modules load: of the copies that act, by id, and what is published for them."""
+    def take(self, modules: Mapping[Any, tuple[Any, Any]], *stages: Any) -> None:
+        """Note the versions that modules load, the copies that act and what is published, and lanes at the stages."""
         for number, (_, weights) in enumerate(modules.values()):
             weights.loads = partial(self._note_load, number)
+        for stage in stages:
+            stage.note = self.events.append
 
     def _note_load(self, number: int, version: int, weights: Mapping[str, Any]) -> None:
-        self.events.extend((number << 2 | LOADS, version, sum_of_weights(weights)))
+        self.events.extend((LOADS + number, version, sum_of_weights(weights)))
 
     def see(self, fragment: Any) -> None:
         """Note a fragment that the loop has taken."""
         self._fragments.append(entry_of(fragment))
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Write what has come since the last block. In the thread of the loop, or once that is over."""
-        if self._file is None:
+        """Write what has come, if the last block is old enough. In the thread of the loop, or once that is over."""
+        if self._file is None or not (is_last or monotonic() - self._last >= EVERY_S):
             return
+        self._last = monotonic()
         events, fragments = self.events[:], self._fragments
         del self.events[: len(events)]  # the ring may add to them meanwhile
         self._fragments = []
@@ -174,26 +173,6 @@ class Recording:
         self._sum = zlib.crc32(payload, self._sum)
         assert self._file is not None
         self._file.write(_BLOCK.pack(len(payload), self._sum) + payload)
-
-
-class NotedStage:
-    """A stage that notes the lanes that come by, before it works on them; else it is the stage."""
-
-    def __init__(self, stage: Any, events: "array[int]", kind: int) -> None:
-        self.__wrapped__ = stage  # whose signature is this one's
-        self._call, self._note, self._events, self._kind = stage.__call__, events.append, events, kind
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__wrapped__, name)
-
-    def __call__(self, lane: Any) -> Any:
-        self._note(lane.index << 2 | self._kind)
-        return self._call(lane)
-
-    def forward_lanes(self, lanes: Sequence[Any]) -> None:
-        """Note a pass over several lanes, and do it."""
-        self._events.extend((len(lanes) << 2 | JOINTLY, *(lane.index << 2 | PASSES for lane in lanes)))
-        self.__wrapped__.forward_lanes(lanes)
 
 
 # Replaying
@@ -250,7 +229,7 @@ class Replay:
         self._under_way = 0  # lanes that were let in, and have no actions yet
         self._at = self._seen = 0  # the next event, and fragment
         self._weights: list[tuple[Any, Any]] = []
-        self._events, self._fragments, self.is_whole = array("I"), list[Any](), False
+        self._events, self._fragments, self.is_whole = array("q"), list[Any](), False
         self.first: dict[str, Any] = {}
         for block in _blocks(self.path):
             self.first = self.first or block
@@ -268,12 +247,7 @@ class Replay:
             told = "; ".join(f"{name} was {before.get(name)}, and is {settings.get(name)}" for name in differ)
             raise CheckpointError(f"{self.path} is of a run with other settings: {told}; expected the same program")
 
-    def stages(self, prepare: Any, forward: Any, joint: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The stages before the forward pass, and of it, over the lanes that the schedule has in each."""
-        is_joint = isinstance(joint(forward), JointForward)
-        return prepare, ReplayedForward(forward, self) if is_joint else forward
-
-    def take(self, modules: Mapping[Any, tuple[Any, Any]]) -> None:
+    def take(self, modules: Mapping[Any, tuple[Any, Any]], *stages: Any) -> None:
         """Have versions of what is published be let in as they were loaded: of the copies that act, by id."""
         self._weights = [(module, weights) for module, (_, weights) in modules.items()]
         for _, weights in self._weights:
@@ -315,22 +289,21 @@ class Replay:
         if self._at == len(self._events):
             raise self._ended()
         self._at += 1
-        return self._events[self._at - 1] >> 2
+        return self._events[self._at - 1]
 
     def _form_group(self) -> None:
         if self.group or self._at == len(self._events):
             return
-        event = self._events[self._at]
-        kind, count = event & 3, 1
-        if kind == JOINTLY:
-            count, self._at = event >> 2, self._at + 1
-        if kind in (PASSES, JOINTLY):
-            self.group.extend(each >> 2 for each in self._events[self._at : self._at + count])
+        event, count = self._events[self._at], 1
+        if JOINTLY <= event < LOADS:
+            count, self._at = event - JOINTLY, self._at + 1
+        if event < 0 or event >= JOINTLY:
+            self.group.extend(~each for each in self._events[self._at : self._at + count])
             self._at += count
-        while self._at < len(self._events) and self._events[self._at] & 3 == LOADS:
+        while self._at < len(self._events) and self._events[self._at] >= LOADS:
             number, version, total = self._events[self._at : self._at + 3]
             self._at += 3
-            self._let_in(number >> 2, version, total)
+            self._let_in(number - LOADS, version, total)
 
     def _let_in(self, number: int, version: int, total: int) -> None:
         module, weights = self._weights[number]

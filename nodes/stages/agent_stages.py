@@ -1,6 +1,6 @@
 """The stages of environments with several agents: connector pieces and the cutting of fragments, forward, actions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,6 +127,8 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
     def __call__(self, steps: MultiAgentLane) -> PreparedAgents:
         """Turn the newest observations of those agents that are to act into batches."""
         lane = steps
+        if self.note is not None:
+            self.note(lane.index)
         if lane.is_set_aside:
             return self._set_aside(lane)
         if lane.index not in self._lanes and (result := self._first_result(lane)) is not None:
@@ -188,13 +190,19 @@ class AgentForward:
     """A node that runs each module over its batch; the output takes the batch's place.
 
     modules    those that act, for `explain()`
+
+    note    told of ~ the number of each lane that has a pass of its own; None: nobody is
     """
+
+    note: Callable[[int], None] | None = None
 
     def __init__(self, modules: "AgentsActing") -> None:
         self._modules = modules
 
     def __call__(self, batches: MultiAgentLane) -> MultiAgentLane:
         """One pass for every module that has agents to act for."""
+        if self.note is not None:
+            self.note(~batches.index)
         for turn in batches.turns:
             turn.acting.forward(turn)
         return batches

@@ -68,7 +68,11 @@ class CuttingStage(Generic[L, P]):
     num_fragments    after so many fragments a lane stops; None: it never does
     ledger           counts the fragments that are cut; None: they are not counted
     relay            told of lanes that give no more fragments; None: nothing is
+
+    note    told of the number of each lane that comes by; None: nobody is
     """
+
+    note: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -203,6 +207,8 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
     def __call__(self, steps: Lane) -> PreparedBatch:
         """Turn the lane's newest observations into a batch for the module."""
         lane = steps
+        if self.note is not None:
+            self.note(lane.index)
         if lane.is_set_aside:
             return self._set_aside(lane)
         try:

@@ -48,10 +48,13 @@ class ModuleForward:
     threads    that torch uses for a pass, and for a pass alone; None: as many as it is set to
     before     make the batches, for errors
     compiled   do a pass by `torch.compile` with these options; None: don't
+    note       told of ~ the number of each lane that has a pass of its own; None: nobody is
 
     The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
     is no dict, or has columns that the rollout records itself.
     """
+
+    note: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -86,6 +89,8 @@ class ModuleForward:
     def __call__(self, batches: Lane) -> Lane:
         """Replace the batch of a lane, or of a `ModuleTurn`, by the module's output."""
         lane = batches
+        if self.note is not None:
+            self.note(~lane.index)
         try:
             lane.batch = self.forward(lane.batch)
         except Exception as error:

@@ -1,7 +1,7 @@
 """The four stages of a rollout, joined to a ring, and the node that gathers ready lanes into one forward pass."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from rollflow.nodes.env.lane_source import LaneSource
@@ -9,7 +9,8 @@ from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node import Gate
 
-L = TypeVar("L")
+L = TypeVar("L", bound=Any)
+JOINTLY = 1 << 20  # and the number of lanes: what a pass over several is noted as
 
 
 class JointForward(Generic[L]):
@@ -20,7 +21,10 @@ class JointForward(Generic[L]):
         max_wait     seconds to wait for further lanes once one is ready
 
     call_times    of passes
+    note          told of each pass: JOINTLY and the count of lanes, and ~ the number of each; None: nobody is
     """
+
+    note: Callable[[int], None] | None = None
 
     def __init__(self, forward: Any, *, max_batch: int, max_wait: float = 0.0) -> None:
         self.call_times = CallTimes()
@@ -58,6 +62,9 @@ class JointForward(Generic[L]):
         lanes = self._due()
         if lanes:
             began = clock()
+            if self.note is not None:
+                for event in (JOINTLY + len(lanes), *(~lane.index for lane in lanes)):
+                    self.note(event)
             self._meter.begin_work(began)
             try:
                 self._forward.forward_lanes(lanes)

@@ -193,7 +193,6 @@ def _annotated(call: Any) -> Any:
     """The function or method that has a callable's annotations."""
     while isinstance(call, functools.partial):
         call = call.func
-    call = inspect.unwrap(call)
     return call if inspect.isroutine(call) else type(call).__call__
 
 

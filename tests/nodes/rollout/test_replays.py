@@ -138,7 +138,10 @@ async def test_an_async_loop_is_replayed_in_its_own_thread(tmp_path: Path) -> No
     assert Late.threads == {threading.get_ident()}
 
 
-def test_a_run_that_was_killed_is_replayed_up_to_its_last_whole_block(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_replayed_up_to_its_last_whole_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "EVERY_S", 0.0)
     path, copied, recorded = tmp_path / "run", tmp_path / "copied", []
     for number, each in enumerate(learnt(Watch(record=path), where="threads", prefetch=1), 1):
         recorded.append(each)
