@@ -52,12 +52,12 @@ class StoredKind:
         text = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode()
         return text.replace(_NO_DIGEST.encode(), _digest(text).encode())
 
-    def manifest_of(self, data: bytes, where: object = None) -> dict[str, Any]:
+    def manifest_of(self, data: bytes, path: object = None) -> dict[str, Any]:
         """The fields of a manifest, but for its digest. Raises `error`, with its name, for what is none of this kind.
 
-        where    path of its file, for the error
+        path    of its file, for the error
         """
-        name = where or self.manifest
+        name = path or self.manifest
         manifest = self.json_of(data, name)
         digest = manifest.get("digest") if isinstance(manifest, dict) else None
         if not isinstance(digest, str) or len(digest) != len(_NO_DIGEST) or data.count(digest.encode()) != 1:
