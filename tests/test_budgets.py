@@ -42,7 +42,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/logs": (603, 10),  # rows that are made again go
     "nodes/metrics": (594, 10),  # returns of several agents that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
-    "nodes/offloaded": (1946, 25),  # states of lanes of several agents; turns in order, and their states
+    "nodes/offloaded": (1950, 25),  # ids of episodes in ready fragments; states of lanes of several agents
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
     "nodes/rollout": (2570, 27),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch

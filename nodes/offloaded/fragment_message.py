@@ -236,11 +236,13 @@ def fragment_of(
         return fragment
 
 
-def fragment_of_lane(lane: Lane | MultiAgentLane, message: wire.Fragment) -> AnyFragment:
+def fragment_of_lane(lane: Any, message: wire.Fragment) -> AnyFragment:
     """The fragment of a lane in a message that `message_of_lane` gave."""
-    if isinstance(lane, MultiAgentLane):
-        return agents_of_message(message, _spaces_in(lane))
-    return fragment_of(message, lane.layout, lane.observation_spaces)
+    spaces = _spaces_in(lane)
+    if "parts" in message.rest:
+        return agents_of_message(message, spaces)
+    layout = replace(lane.layout, episode_id=EpisodeIds(message.rest["episodes"]))
+    return fragment_of(message, layout, spaces)
 
 
 def agents_of_message(

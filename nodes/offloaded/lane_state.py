@@ -14,6 +14,7 @@ from rollflow.nodes.offloaded.fragment_message import (
     completed,
     described,
     fragment_of_lane,
+    layout_entries,
     message_of_lane,
     sent_columns,
     spaces_seen,
@@ -65,7 +66,8 @@ def plain_fragment(fragment: AnyFragment, lane: Any) -> State:
     """A lane's fragment as plain values and arrays. All copies."""
     if isinstance(fragment, DeviceFragment):
         return {"lane": fragment.lane, "tensors": copied(fragment.get_state(lane.observation_spaces))}
-    message = message_of_lane(lane, 0, fragment, {})
+    episodes = {"episodes": layout_entries(fragment.layout)["episodes"]} if isinstance(fragment, Fragment) else {}
+    message = message_of_lane(lane, 0, fragment, episodes)
     rest = _plain_rest(fragment, message.rest)
     return {"lane": fragment.lane, "columns": copied(message.columns), "rest": copied(rest)}
 

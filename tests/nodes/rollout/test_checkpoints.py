@@ -277,6 +277,8 @@ WAYS |= {
     "agents": TEAM,
     "agents by episode": {**ONE_PART, "agent_to_module_mapping_fn": by_episode},
     "agents with memory": {**ONE_PART, "model_config": {"use_lstm": True}, "lookback": 2},
+    "agents ahead in rollouts": TEAM
+    | {"where": "rollouts", "workers": 2, "lanes": 2, "deterministic": True, "prefetch": 1},
     "agents in arrays": {"several": True, "env": partial(CountedTeams, 0), "num_envs": None, "module": None},
     "agents in turns": {**TEAM, "env": tictactoe.env, "explore": {"others": False}},
     "agents at once": {**TEAM, "env": simple_adversary_v3.parallel_env, "env_to_module_connector": filtered},
