@@ -57,7 +57,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream": (64, 0),
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
-    "stream/fragments": (1629, 20),  # fragments so far; a lane that goes on from another; ready slots
+    "stream/fragments": (1633, 20),  # answers that wait, and the state of slots in rows of their own; fragments so far
     "stream/graph": (2522, 34),  # items that are away; starts wait for gates; stages that are wrapped
     "stream/multi_agent": (1479, 18),  # lanes of several agents that go on; open episodes saved; whole episodes
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections

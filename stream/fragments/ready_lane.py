@@ -55,7 +55,7 @@ class ReadyLane(Lane):
 
     layout     of fragments of T vector steps, under NEXT_STEP autoreset. A slot makes at most 2T steps in a fragment,
                which has T·N answers, or fewer if a slot has made so many: it has rows for them. If the lane runs
-               ahead, the last turn may bring it a few more
+               ahead, the last turn may bring it a few more. First observations after a loss are no such answers
     receive    gives the next answers for slots that are under way, as `record_step` takes them; None: of none, but some
                have been given up meanwhile
 
@@ -193,13 +193,18 @@ class ReadyLane(Lane):
         """Wait for slots, i64[K], that have been lost, no more: there are no answers for them."""
         self._gone[slots] = True
 
+    @property
+    def num_left(self) -> int:
+        """Number of slots that have not been given up."""
+        return int(np.count_nonzero(~self._gone))
+
     def _take_in(self, answers: tuple[Any, ...]) -> None:
         """Write all but the observations of answers, and move their slots on."""
         _, rewards, terminateds, truncateds, infos, slots, final = answers
         places, count, were_reset = self._places[slots], len(slots), self._resets[slots]
         index = _index_of(places)
         self._rewards[index] = rewards
-        after, has_begun = places + self.layout.num_slots, 1 in were_reset.tobytes()
+        after, has_begun, made = places + self.layout.num_slots, 1 in were_reset.tobytes(), count
         if has_begun:
             at_reset = were_reset.nonzero()[0]
             begun = slots[at_reset]
@@ -207,6 +212,7 @@ class ReadyLane(Lane):
             self.num_steps -= len(begun)
             if 1 in self._lost.tobytes():
                 after -= self.layout.num_slots * self._lost[slots]
+                made -= int(np.count_nonzero(self._lost[slots]))
                 self._version_written = -1  # in their rows is that of the actions that were lost
                 self._lost[begun] = False
             self.episode_start[begun] = after[at_reset] // self.layout.num_slots
@@ -216,7 +222,7 @@ class ReadyLane(Lane):
         self.at_start = self._typing = False
         self._places[slots] = after
         self._came.append(slots)
-        self._answers += count
+        self._answers += made
         self.num_steps += count
         if 1 in terminateds.tobytes() or 1 in truncateds.tobytes():
             if has_begun:

@@ -144,7 +144,7 @@ class ReadySlots(LanesElsewhere):
             while (
                 until
                 and not (self._to_end or lane.held)
-                and len(came) < self.num_envs
+                and len(came) < lane.num_left
                 and (left := until - perf_counter()) > 0
             ):
                 came += self._heard_within(left)

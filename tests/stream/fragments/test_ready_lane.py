@@ -157,3 +157,20 @@ def test_every_step_stands_in_one_chunk_with_what_was_before_it(drawn: Setting, 
             assert seen == where[before:-1]
     assert found == {slot: slots.log[slot] for slot in range(drawn.slots)}
     assert slots.lane.num_steps == sum(map(len, slots.log.values()))
+
+
+def test_losses_are_in_a_fragment_with_steps() -> None:
+    layout = FragmentLayout(2, 1, 1, NumberedEnv(0).action_space, resets_next_step=False, episode_id=EpisodeIds("lane"))
+    lane = ReadyLane(0, layout, NumberedEnv(0).observation_space, lambda: None)
+    seen, both, no = np.zeros((2, 3), np.int64), np.arange(2), np.zeros(2, np.bool_)
+    lane.reset(seen, {})
+    for _ in range(2):
+        lane.record_actions({"actions": both})
+        lane.lose("gone", both)
+        lane.record_step(*SlotAnswers(seen, np.zeros(2), no, no, {}, both))
+        assert not lane.is_full
+    lane.record_actions({"actions": both})
+    lane.record_step(*SlotAnswers(seen, np.ones(2), no, no, {}, both))
+    assert lane.is_full
+    fragment = lane.cut()
+    assert (fragment.num_steps, [each.reason for each in fragment.losses]) == (2, ["gone", "gone"])

@@ -3,42 +3,44 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import Forward, Rollout, Timeouts
+from rollflow.nodes.env.workers import ready_slots
 from rollflow.stream import ColumnError, EnvError
+from rollflow.stream.graph.meter import clock
 
 APART: Any = {"where": "threads", "forward": Forward(max_batch=64), "module": NumberedModule()}
 
 
-class Busy(NumberedEnv):
-    """Works for a millisecond in each step, or waits for as long."""
-
-    works = True
+class Idle(NumberedEnv):
+    """Waits for a millisecond in each step."""
 
     def step(self, action: Any) -> Any:
-        until = time.thread_time() + 1e-3
-        while self.works and time.thread_time() < until:
-            pass
-        time.sleep(0.0 if self.works else 1e-3)
+        time.sleep(1e-3)
         return super().step(action)
-
-
-class Idle(Busy):
-    works = False
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of threads")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
-@pytest.mark.parametrize(("env", "prefetch", "shares"), [(Idle, 1, True), (Busy, 1, False), (Idle, 0, False)])
-def test_threads_that_wait_share_a_core_where_the_ring_has_a_thread(env: Any, prefetch: int, shares: bool) -> None:
+@pytest.mark.parametrize(("load", "prefetch", "shares"), [(0.1, 1, True), (0.3, 1, False), (0.1, 0, False)])
+def test_threads_that_wait_share_a_core_where_the_ring_has_a_thread(
+    load: float, prefetch: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cores = os.sched_getaffinity(0)
-    with Rollout(lambda: env(0), num_envs=4, fragment_length=20, prefetch=prefetch, **APART) as rollout:
+
+    def used(thread: int) -> int:  # ns of the processor, of each of four threads
+        return int(load / 4 * clock())
+
+    monkeypatch.setattr(ready_slots, "time", SimpleNamespace(pthread_getcpuclockid=int, clock_gettime_ns=used))
+    with Rollout(lambda: Idle(0), num_envs=4, fragment_length=20, prefetch=prefetch, **APART) as rollout:
         fragments = rollout.fragments()
         while rollout.environments.vector_steps < 70:
             next(fragments)
@@ -134,3 +136,24 @@ def test_the_end_of_a_fragment_does_not_wait_for_a_full_pass() -> None:
     with Rollout([lambda slot=slot: Last(slot) for slot in range(2)], **options) as rollout:
         assert next(rollout.fragments()).num_steps >= 2
     assert time.perf_counter() - began < 30
+
+
+def test_slots_that_were_given_up_are_not_waited_for() -> None:
+    is_gone, is_over = threading.Event(), threading.Event()
+
+    class Gone(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            if self.slot == 1 and self.life == 3:
+                rollout.environments.lanes[0].give_up(np.array([1]))
+                is_gone.set()
+                is_over.wait()
+            elif self.life == 3:
+                is_gone.wait()
+            return super().step(action)
+
+    options = {**APART, "forward": Forward(max_batch=64, max_wait=30.0), "fragment_length": 8}
+    began = time.perf_counter()
+    with Rollout([lambda slot=slot: Gone(slot) for slot in range(2)], **options) as rollout:
+        next(rollout.fragments())
+        is_over.set()
+    assert time.perf_counter() - began < 60
