@@ -37,6 +37,7 @@ from rollflow import (
     EpsilonGreedy,
     FrameStacking,
     MeanStdFilter,
+    MultiAgentRollout,
     Replay,
     Rollout,
     minibatches,
@@ -78,6 +79,12 @@ def controlled() -> Any:
     return gym.wrappers.FlattenObservation(gym.wrappers.TimeLimit(env, 50))
 
 
+def cooperating() -> Any:
+    from mpe2 import simple_spread_v3
+
+    return simple_spread_v3.parallel_env(max_cycles=11)
+
+
 def short(id_: str, steps: int) -> Any:
     return gym.make(id_, max_episode_steps=steps)
 
@@ -115,22 +122,29 @@ def digest(values: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def update(rollout: Rollout, optimizer: Any, batch: Any) -> None:
+def update(module: Any, optimizer: Any, batch: Any) -> None:
     """Something to learn, from minibatches that torch's own generator has shuffled."""
-    parts = [batch] if rollout.module.is_stateful() else minibatches(batch, max(2, len(batch["rewards"]) // 2))
+    parts = [batch] if module.is_stateful() else minibatches(batch, max(2, len(batch["rewards"]) // 2))
     for part in parts:
-        outputs = rollout.module.forward_train(dict(part))
+        outputs = module.forward_train(dict(part))
         loss = outputs["action_dist_inputs"].square().mean() + (outputs["vf_preds"] - part["rewards"]).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(rollout.module.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
 
 
 def learnt_from_batches(rollout: Rollout, optimizer: Any, folder: Path, completes: bool) -> Iterator[Mapping[str, Any]]:
     for batch in rollout.batches(complete_episodes=completes):
-        update(rollout, optimizer, batch)
+        update(rollout.module, optimizer, batch)
         yield batch
+
+
+def learnt_from_agents(rollout: MultiAgentRollout, optimizer: Any, folder: Path) -> Iterator[Mapping[str, Any]]:
+    for batch in rollout.batches():
+        for name, of_module in sorted(batch.items()):
+            update(rollout.module[name], optimizer, of_module)
+        yield batch | {"rewards": torch.cat([of_module["rewards"] for of_module in batch.values()])}
 
 
 def learn(rollout: Rollout, optimizer: Any, batch: Mapping[str, Any], target: torch.Tensor) -> torch.Tensor:
@@ -214,6 +228,11 @@ ENVS: dict[str, Way] = {
     "minatar replay": Way(minatar, {"module_to_env_connector": greedy}, learnt=learnt_from_replay),
     "cloning": Way("CartPole-v1", {"num_envs": 1}, learnt=learnt_from_dataset),
     "control": Way(controlled, {"env_to_module_connector": filtered}),
+    "agents": Way(
+        cooperating,
+        {"env_to_module_connector": filtered},
+        learnt=learnt_from_agents,
+    ),
 }
 PLACES: dict[str, Mapping[str, Any]] = {
     "inline": {},
@@ -238,21 +257,25 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    given = {name: each for name, each in way.options.items() if name.endswith("connector") or name == "module"}
+    several, kind = way.learnt is learnt_from_agents, MultiAgentRollout if way.learnt is learnt_from_agents else Rollout
+    again = "connector", "module"  # no file has them
+    given = {name: each for name, each in way.options.items() if name.endswith(again)}
     if any(folder.glob("checkpoint-*")):
-        rollout = Rollout.resume(folder, way.env if callable(way.env) else None, **given)
+        rollout: Any = kind.resume(folder, way.env if callable(way.env) else None, **given)
     else:
         options = {"num_envs": 4, "fragment_length": 16, "seed": 3, **way.options}
-        rollout = Rollout(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1e9), **options)
-    optimizer = torch.optim.Adam(rollout.module.parameters(), lr=1e-2)
+        rollout = kind(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1e9), **options)
+    modules = rollout.module if several else {"": rollout.module}
+    parameters = [each for module in modules.values() for each in module.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     rollout.attach(optimizer=optimizer, schedule=schedule)
     with rollout, told.open("a", buffering=1) as lines:
         learnt = way.learnt or partial(learnt_from_batches, completes=way.completes)
         for count, batch in enumerate(learnt(rollout, optimizer, folder), 1):
             schedule.step()
-            number, weights = rollout.log.rounds, rollout.module.state_dict()
-            rollout.publish(weights)
+            number, weights = rollout.log.rounds, {name: module.state_dict() for name, module in modules.items()}
+            rollout.publish(weights if several else weights[""])
             rollout.metrics.log_value("largest", float(batch["rewards"].max()), window=7)
             returns = f"{rollout.returns.count} {rollout.returns.mean} {rollout.metrics.peek('largest')}"
             returns = "" if way.options.get("prefetch") else returns  # how far it is ahead depends on the machine
