@@ -59,14 +59,12 @@ _LEFT = 1000  # WebSocket's code of a connection that was closed on purpose
 class Conversation:
     """One client's messages over an accepted WebSocket; each is answered once it is acted on.
 
-    policy    that acts if a message names none; None: the only one
-
     A client that has said `hello` has sessions of its own. They are forgotten if it leaves; if its connection
     breaks, they go on by the next one.
     """
 
-    def __init__(self, socket: WebSocket, server: "HttpServer", policy: str | None) -> None:
-        self._socket, self._server, self._policy = socket, server, policy
+    def __init__(self, socket: WebSocket, server: "HttpServer") -> None:
+        self._socket, self._server = socket, server
         self._shelf, self._clients = server.shelf, server.clients
         self._client: str | None = None
 
@@ -112,7 +110,7 @@ class Conversation:
         if "hello" in fields:
             return self._welcome(fields)
         rest = {key: value for key, value in fields.items() if key not in ("id", "policy")}
-        name = self._name(fields.get("policy", self._policy))
+        name = self._name(fields.get("policy"))
         if "forget" in fields:
             session = rest["forget"]
             owned = session if self._client is None else OwnSession(self._client, session)
@@ -352,7 +350,6 @@ class HttpServer(ClosedOnExit):
             Route("/v1/policies", self._answered(self._policies)),
             Route("/v1/policies/{name}", self._answered(self._policy)),
             Route("/v1/policies/{name}/act", self._answered(self._act), methods=["POST"]),
-            WebSocketRoute("/v1/policies/{name}/stream", self._stream),
             WebSocketRoute("/v1/stream", self._stream),
         ]
         return Starlette(routes=routes, lifespan=self._tidying)
@@ -424,7 +421,7 @@ class HttpServer(ClosedOnExit):
             await socket.close(1008, str(error))  # which is status 403 here
             return
         await socket.accept()
-        await Conversation(socket, self, socket.path_params.get("name")).run()
+        await Conversation(socket, self).run()
 
 
 def _read(content_type: str, body: bytes) -> Any:

@@ -175,13 +175,13 @@ def test_an_address_that_is_taken_is_named(server: HttpServer) -> None:
 
 
 def test_a_websocket_answers_one_message_after_the_other(server: HttpServer) -> None:
-    with connect(f"{server.url.replace('http', 'ws')}/v1/policies/sums/stream") as socket:
-        socket.send(json.dumps({"observation": [1, 0], "session": "a", "begins": True}))
+    with connect(f"{server.url.replace('http', 'ws')}/v1/stream") as socket:
+        socket.send(json.dumps({"policy": "sums", "observation": [1, 0], "session": "a", "begins": True}))
         assert json.loads(socket.recv())["action"] == [1.0, 0.0]
-        socket.send(pack({"observation": np.array([2, 0]), "session": "a"}))
+        socket.send(pack({"policy": "sums", "observation": np.array([2, 0]), "session": "a"}))
         assert unpack(socket.recv())["action"].tolist() == [3.0, 0.0]
-        socket.send(json.dumps({"observation": [1]}))
+        socket.send(json.dumps({"policy": "sums", "observation": [1]}))
         refusal = json.loads(socket.recv())
         assert (refusal["status"], refusal["error"]) == (422, "observation has shape [1], expected float32[2]")
-        socket.send(json.dumps({"observation": [4, 0], "session": "a"}))
+        socket.send(json.dumps({"policy": "sums", "observation": [4, 0], "session": "a"}))
         assert json.loads(socket.recv())["action"] == [7.0, 0.0]
