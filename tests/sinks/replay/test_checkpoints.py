@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,17 +16,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from newest_sampler import Newest
+from numbered_agents import NumberedTeam
 from property_examples import examples
 from replayed import Played, insert_all, rows_of
 from wire_values import same
 
-from rollflow import Replay, Rollout
+from rollflow import MultiAgentRollout, Replay, Rollout
 from rollflow.sinks import Episodes, Prioritized, ReplayClient, Storage
 from rollflow.sinks.replay import row_index
 from rollflow.sinks.replay.checkpoint import REPLAY, CheckpointFolder
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import CheckpointError
 from rollflow.stream.data.stored_files import StoredKind
+from rollflow.stream.data.tree import map_tree
 
 BLOCK = 2048  # bytes: some rows of numbered environments
 
@@ -307,3 +310,46 @@ def test_a_replay_elsewhere_is_refused_with_what_saves_it(tmp_path: Path) -> Non
     with Rollout("CartPole-v1") as run, ReplayClient(f"unix:{tmp_path}/none") as client:
         with pytest.raises(ValueError, match=r"expected .* a Replay of this process: ReplayHost\(checkpoint=FOLDER\)"):
             run.attach(replay=client)
+
+
+def by_number(agent: str, episode: Any) -> str:
+    return "first" if agent == "agent 0" else "others"
+
+
+RUNS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "one agent": (Rollout, "CartPole-v1", {}),
+    "lanes in threads": (Rollout, "CartPole-v1", {"lanes": 2, "where": "threads", "deterministic": True}),
+    "several agents": (
+        MultiAgentRollout,
+        partial(NumberedTeam, 0, nested=0),
+        {"module": {"first": None, "others": None}, "agent_to_module_mapping_fn": by_number},
+    ),
+}
+
+
+def sampled(rollout: Any, rounds: int, folder: Path | None = None) -> Iterator[Any]:
+    """What a replay of a run gives, by module, which it is saved with behind the last round."""
+    replay = Replay(150, sampler=Prioritized(), seed=0)
+    rollout.attach(replay=replay)
+    with rollout:
+        fragments = rollout.fragments()
+        for _ in range(rounds):
+            replay.insert(next(fragments))
+            batch = replay.sample(8)
+            for module_id, each in batch.items() if replay.module_ids else [(None, batch)]:
+                replay.update_priorities(each["ids"], np.arange(8.0), module_id)
+            yield {each: map_tree(np.asarray, values) for each, values in batch.items()}
+        if folder is not None:
+            rollout.save(folder)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_samples_behind_a_stop_are_those_of_the_run_that_never_stopped(name: str, tmp_path: Path) -> None:
+    kind, env, options = RUNS[name]
+    torch.manual_seed(0)
+    whole = list(sampled(kind(env, num_envs=4, fragment_length=16, seed=0, **options), 16))
+    torch.manual_seed(0)
+    first = list(sampled(kind(env, num_envs=4, fragment_length=16, seed=0, **options), 9, tmp_path))
+    functions = {each: value for each, value in options.items() if callable(value)}
+    resumed = kind.resume(tmp_path, env if callable(env) else None, **functions)
+    assert same([*first, *sampled(resumed, 7)], whole)
