@@ -44,7 +44,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1950, 25),  # ids of episodes in ready fragments; states of lanes of several agents
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2570, 27),  # generators of GPUs; what lanes are is a part of the layout; saved with a trainer
+    "nodes/rollout": (2605, 27),  # lost workers replayed; generators of GPUs; what lanes are is a part of the layout
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (810, 20),

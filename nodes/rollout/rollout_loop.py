@@ -130,7 +130,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 if isinstance(schedule, Replay) and forward is not alone:
                     forward = ReplayedForward(alone, schedule)
                 if schedule is not None:
-                    schedule.take(acts.by_id, self._counting, forward)
+                    schedule.take(acts.by_id, self.environments, self._counting, forward)
                 self._draw = partial(ring_of, self.environments, self._counting, forward, act)
                 begin_lane = partial(acts.begin_lane, seed=options.seed)
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane

@@ -4,11 +4,13 @@ A file is a first line, `MAGIC`, and blocks of [bytes, checksum, zlib of a packe
 The first block has the settings of the run. Each of the others has, since the one before:
 
     events       i64[...]  lanes as they come to env_to_module, forward passes, weights that they load
+    reasons      of those losses
     fragments    of each that the loop took, as `entry_of` gives it
     is_last      there if the run was ended by its program
 
 An event is a lane's number n, when the lane comes, or ~n, when it is in a forward pass; JOINTLY + count, before the
-lanes of a pass over several; or LOADS + the number of a module, and two more: the version, the weights' checksum.
+lanes of a pass over several; LOADS + the number of a module, and two more: the version, the weights' checksum; or
+LOST + a lane's number, before it comes whose worker was lost, and how often it was begun, 0 if it is not any more.
 """
 
 import copy
@@ -17,7 +19,8 @@ import struct
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from time import monotonic
@@ -28,6 +31,8 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.lane_status import LanePhase
+from rollflow.nodes.env.workers.worker_node import WorkerNode
 from rollflow.nodes.stages.ring import JOINTLY, JointForward
 from rollflow.nodes.stages.rounds import FragmentCredits
 from rollflow.stream.data.columns import Columns
@@ -38,7 +43,7 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.lane import Lane
 
 MAGIC = b"rollflow schedule 1\n"
-LOADS = 1 << 30
+LOST, LOADS = 1 << 29, 1 << 30
 EVERY_S = 0.1  # between two blocks, at least: each costs as much as some vector steps
 _BLOCK = struct.Struct("<II")  # bytes of the payload, and the checksum
 _MOST = 8192  # numbers of a row of a column that count, of those that have more
@@ -126,6 +131,8 @@ class Recording:
         self.path = Path(path)
         self.events = array("q")
         self._fragments: list[Any] = []
+        self._starts: dict[int, int] = {}  # of lanes in workers
+        self._reasons: list[str] = []
         self._file: BinaryIO | None = None
         self._sum = 0
         self._last = 0.0  # when a block was written
@@ -139,12 +146,21 @@ class Recording:
         self._file.write(MAGIC)
         self._write({"settings": settings, **first})
 
-    def take(self, modules: Mapping[Any, tuple[Any, Any]], *stages: Any) -> None:
-        """Note the versions that modules load, the copies that act and what is published, and lanes at the stages."""
+    def take(self, modules: Mapping[Any, tuple[Any, Any]], environments: Any, prepare: Any, forward: Any) -> None:
+        """Note the versions that modules load, the copies that act and what is published, and lanes at two stages."""
         for number, (_, weights) in enumerate(modules.values()):
             weights.loads = partial(self._note_load, number)
-        for stage in stages:
-            stage.note = self.events.append
+        prepare.note = forward.note = self.events.append
+        if isinstance(environments, WorkerNode):
+            prepare.note = partial(self._note_lane, environments.remotes)
+
+    def _note_lane(self, remotes: Sequence[Any], index: int) -> None:
+        remote = remotes[index]
+        if remote.starts != self._starts.get(index, 1) or remote.phase is LanePhase.ASIDE:
+            self._starts[index] = remote.starts
+            self._reasons.append(remote.reason)
+            self.events.extend((LOST + index, 0 if remote.phase is LanePhase.ASIDE else remote.starts))
+        self.events.append(index)
 
     def _note_load(self, number: int, version: int, weights: Mapping[str, Any]) -> None:
         self.events.extend((LOADS + number, version, sum_of_weights(weights)))
@@ -159,11 +175,13 @@ class Recording:
             return
         self._last = monotonic()
         events, fragments = self.events[:], self._fragments
+        reasons = self._reasons[:]  # those of the events, and maybe more
         del self.events[: len(events)]  # the ring may add to them meanwhile
         self._fragments = []
+        del self._reasons[: len(reasons)]
         if events or fragments or is_last:
             last = {"is_last": True} if is_last else {}
-            self._write({"events": events.tobytes(), "fragments": fragments, **last})
+            self._write({"events": events.tobytes(), "reasons": reasons, "fragments": fragments, **last})
         if is_last:
             self._file.close()
             self._file = None
@@ -216,6 +234,7 @@ class Replay:
 
     first    what `Recording.begin` was given
     group    lanes of the next pass that have not been let in, in their order
+    lost     lane that comes next, if its worker was lost -> how often it was begun, and the reason
 
     Raises CheckpointError for anything but a whole file, of this version; one that was cut short is taken up to its
     last whole block.
@@ -226,6 +245,8 @@ class Replay:
         self._until = until
         self.group: deque[int] = deque()
         self.parked: set[int] = set()
+        self.lost: dict[int, tuple[int, str]] = {}
+        self._reasons: deque[str] = deque()
         self._under_way = 0  # lanes that were let in, and have no actions yet
         self._at = self._seen = 0  # the next event, and fragment
         self._weights: list[tuple[Any, Any]] = []
@@ -235,6 +256,7 @@ class Replay:
             self.first = self.first or block
             self._events.frombytes(block.get("events", b""))
             self._fragments += block.get("fragments", ())
+            self._reasons += block.get("reasons", ())
             self.is_whole = "is_last" in block
         if not self.first:
             raise CheckpointError(f"{self.path} has no whole block: its run was killed before it began")
@@ -247,7 +269,7 @@ class Replay:
             told = "; ".join(f"{name} was {before.get(name)}, and is {settings.get(name)}" for name in differ)
             raise CheckpointError(f"{self.path} is of a run with other settings: {told}; expected the same program")
 
-    def take(self, modules: Mapping[Any, tuple[Any, Any]], *stages: Any) -> None:
+    def take(self, modules: Mapping[Any, tuple[Any, Any]], *of_the_ring: Any) -> None:
         """Have versions of what is published be let in as they were loaded: of the copies that act, by id."""
         self._weights = [(module, weights) for module, (_, weights) in modules.items()]
         for _, weights in self._weights:
@@ -288,6 +310,12 @@ class Replay:
             return None
         if self._at == len(self._events):
             raise self._ended()
+        if self._events[self._at] >= LOST:
+            lane, starts = self._events[self._at] - LOST, self._events[self._at + 1]
+            self.lost[lane], self._at = (starts, self._reasons.popleft()), self._at + 2
+            if not starts:
+                why = f"lane {lane} was set aside: {self.lost[lane][1]}"
+                raise RunError(f"{self.path} can't be replayed further: {why}").see("recorded run")
         self._at += 1
         return self._events[self._at - 1]
 
@@ -295,9 +323,9 @@ class Replay:
         if self.group or self._at == len(self._events):
             return
         event, count = self._events[self._at], 1
-        if JOINTLY <= event < LOADS:
+        if JOINTLY <= event < LOST:
             count, self._at = event - JOINTLY, self._at + 1
-        if event < 0 or event >= JOINTLY:
+        if event < 0 or JOINTLY <= event < LOST:
             self.group.extend(~each for each in self._events[self._at : self._at + count])
             self._at += count
         while self._at < len(self._events) and self._events[self._at] >= LOADS:
@@ -373,7 +401,7 @@ class ReplayedEnvironments(LaneSource):
     patience = 0.0
 
     def __init__(self, env: Any, *, replay: Replay, **options: Any) -> None:
-        self._replay = replay
+        self._replay, self._env = replay, env
         self._waiting: dict[int, Any] = {}
         self._fresh: set[int] = set()  # those to be reset
         super().__init__(env, **options)
@@ -404,12 +432,25 @@ class ReplayedEnvironments(LaneSource):
         if index is None:
             return
         lane = self._waiting.pop(index)
-        if index in self._fresh:
-            self._fresh.remove(index)
+        if (lost := self._replay.lost.pop(index, None)) is not None:
+            self._begin_again(lane, *lost)
+        elif index in self._fresh:
             self.reset_lane(lane)
         else:
             super().hand_over(lane)
+        self._fresh.discard(index)
         yield lane
+
+    def _begin_again(self, lane: Any, starts: int, reason: str) -> None:
+        """Have a lane's environments be made and begun once more, as a worker did that took the place of another."""
+        index = lane.index
+        if index not in self._fresh:
+            self.lost_steps += lane.lose(reason)
+        maker = self.kind.makers(self._env, self.num_envs, self.num_lanes, self._autoreset_mode)[index]
+        made = replace(maker, first_slot=self.first_slots()[index]).lane_env(self.deviations, f"lane {index}, ")
+        self._opened.append((f"the environments of lane {index}", made))
+        self._here = [*self._here[:index], made, *self._here[index + 1 :]]
+        lane.reset(*made.reset(self.seeds_of_lane(index, starts - 1)))
 
 
 class ReplayedCredits(FragmentCredits):

@@ -1,5 +1,6 @@
 """Recorded runs: a replay gives the same batches, bit for bit, in the loop's thread, and names the first departure."""
 
+import os
 import random
 import threading
 import time
@@ -61,7 +62,7 @@ def learnt(watch: Watch, rounds: int = ROUNDS, **options: Any) -> Iterator[int]:
     torch.manual_seed(0)
     options = {"env": Late, "num_envs": 4, "fragment_length": 8, "seed": 3, "watch": watch} | options
     env = options.pop("env")
-    rollout: Any = (MultiAgentRollout if issubclass(env, Together) else Rollout)(env, **options)
+    rollout: Any = (MultiAgentRollout if env is LateTogether else Rollout)(env, **options)
     with rollout:
         for number, batch in enumerate(rollout.batches(), 1):
             yield digest(batch)
@@ -155,6 +156,43 @@ def test_a_run_that_was_killed_is_replayed_up_to_its_last_whole_block(
     assert len(replayed) == 2
     with pytest.raises(RunError, match=r"run ends here, .* its program left it"):
         list(learnt(Watch(replay=path), where="threads", rounds=99))
+
+
+class Mortal(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole whose process ends in its step number `at`, if a file is not there yet, which says how often it did."""
+
+    def __init__(self, path: str, at: int, times: int) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.path, self.at, self.times, self.count = Path(path), at, times, 0
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        died = self.path.read_text() if self.path.exists() else ""
+        if self.count == self.at and len(died) < self.times:
+            self.path.write_text(died + "x")
+            os._exit(1)
+        return super().step(action)
+
+
+def test_a_worker_that_was_lost_is_replayed_as_lost(tmp_path: Path) -> None:
+    died, path = str(tmp_path / "died"), tmp_path / "run"
+    options: dict[str, Any] = {"where": "processes", "workers": 2, "num_envs": 2}
+    options |= {"env": lambda: Mortal(died, at=21, times=2)}
+    recorded = list(learnt(Watch(record=path), **options))
+    assert len(Path(died).read_text()) == 2
+    assert list(learnt(Watch(replay=path), **options)) == recorded
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:lane . is set aside")
+def test_a_replay_ends_where_a_lane_was_set_aside(tmp_path: Path) -> None:
+    died, path = tmp_path / "died", tmp_path / "run"
+    options: dict[str, Any] = {"where": "processes", "workers": 2, "env": [Late, lambda: Mortal(str(died), 3, 6)]}
+    options |= {"num_envs": 2, "num_fragments": 4, "rounds": 99}
+    list(learnt(Watch(record=path), **options))
+    assert len(died.read_text()) == 6
+    with pytest.raises(RunError, match=r"run can't be replayed further: lane 1 was set aside: process \d+ exited with"):
+        list(learnt(Watch(replay=path), **options))
 
 
 def test_files_that_are_no_recorded_run_are_refused(tmp_path: Path) -> None:
