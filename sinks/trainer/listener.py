@@ -31,6 +31,7 @@ _GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, 
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a rollout
 _GOODBYE_S = 1.0
+_COME_BACK_S = 5.0  # in which rollouts that have lived on dial again
 _GONE = PeerLife.AWAY, PeerLife.LOST
 
 
@@ -62,6 +63,7 @@ class TrainerListener:
         self.come: set[bytes] = set()
         self.states: dict[bytes, tuple[str, Any]] = {}
         self._given: dict[bytes, RolloutPeer] = {}  # token of a rollout -> the one whose state it is being given
+        self._opened_at = 0.0
         self._cuts = 0  # number of times that rollouts were asked for their states
         self.refusals = self._loop.refusals
         self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
@@ -96,6 +98,7 @@ class TrainerListener:
         """Take in what connects to the sockets; again does nothing."""
         if self.is_open:
             return
+        self._opened_at = monotonic()
         self._loop.listen(self.sockets, self._endpoint.tls, shares=self._shares)
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
@@ -285,7 +288,7 @@ class TrainerListener:
         peer.connection.refuse(code, reason)
         source, reason = peer.source, quoted(reason)
         if source is not None and (given := self._given.pop(source.session.token, None)) is not None:
-            given.life = PeerLife.LOST  # others may be given its state
+            given.life, given.born = PeerLife.LOST, None  # others may be given its state
         if source is None:
             self._loop.turn_away(peer, reason)
         elif source.connection is peer.connection:
@@ -309,7 +312,9 @@ class TrainerListener:
         source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
         with refusing("hello.metadata is of no rollout", "message"):
             source.introduce(RolloutDescription.of(hello.metadata), len(hello.slots))
-        source.called, source.name = hello.name, f"{name} ({where})"
+        if source.born not in (None, source.rollout.born):  # they would hand over the same fragments
+            raise WireError("another rollout goes on from the state of this one, which was not there", "session")
+        source.called, source.name, source.born = hello.name, f"{name} ({where})", source.rollout.born
         if source.rollout.shares_memory != self._shares:
             listens, dials = ("shm:", "another address") if self._shares else ("another address", "shm:")
             raise WireError(
@@ -344,15 +349,21 @@ class TrainerListener:
         """The state that a rollout which has not begun is to go on from, by a message's fields; None: there is none.
 
         It is that of a rollout which was saved and has not come to this trainer, best of the same name. Else it is that
-        of a lost one of its name: then its environments begin anew, for more has come of that one since.
+        of a lost one of its name: then its environments begin anew, for more has come of that one since. Raises
+        WireError while those that have lived on may still come: it dials again.
         """
         if hello.metadata.get("takes_state") is not True:
             return None
         there = [(self.sources[token], *each) for token, each in self.states.items() if token in self.sources]
         there.sort(key=lambda each: each[1] != hello.name)
+        has_own_name = [name for _, name, _ in there].count(hello.name) == 1
         for source, name, data in there:
             if source.connection is None and source.life is not PeerLife.AWAY:
-                source.called = source.name = quoted(hello.name)
+                if monotonic() < self._opened_at + _COME_BACK_S and not (has_own_name and name == hello.name):
+                    raise WireError(
+                        "rollouts that have lived on are waited for, before others go on from states", "lost"
+                    )
+                source.called, source.name, source.born = hello.name, quoted(hello.name), hello.session
                 source.lose(monotonic(), "it was given the state to go on from", comes_back=True)
                 self._given[hello.session] = source
                 return {"state": data, "anew": False}

@@ -206,6 +206,7 @@ class RolloutDescription:
     published          ids of the modules whose weights the trainer publishes
     sends_all          whether all that it makes comes to its sink: no edge drops
     takes_state        whether it may be given a state to go on from: it has not begun
+    born               random bytes of its own, also if it goes on from another's state under that one's token
     """
 
     sends: str
@@ -224,6 +225,7 @@ class RolloutDescription:
     published: Sequence[str] = ()
     sends_all: bool = True
     takes_state: bool = False
+    born: bytes = b""
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "RolloutDescription":

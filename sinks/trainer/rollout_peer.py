@@ -156,6 +156,7 @@ class RolloutPeer:
     needs: int = 1  # items of it that the trainer has to have at a time, see `Rounds`
     beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
     told_done: tuple[int, int] = (-1, -1)  # numbers of the last `Done` through its connection
+    born: bytes | None = None  # of the one that has come, or was given its state; None: neither
     asked: int | None = None  # number of the checkpoint that its state is awaited for; None: it is not
     answer: Mapping[str, Any] = field(default_factory=dict)  # to the last one that it was asked for
     _layouts: dict[int, tuple[Any, FragmentLayout]] = field(default_factory=dict)  # lane -> layout, as told last

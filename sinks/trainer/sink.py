@@ -154,6 +154,7 @@ class TrainerSink:
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
         check_numbers(linger=(linger, 0), retry_s=(retry_s, 0))
         self._session = ResendBuffer(max_bytes)
+        self._born = self._session.token
         endpoint = endpoint_at(address, secret, tls, limits, may_share=True)
         self.lost: dict[str, int] = {}
         self.linger, self._sends = linger, sends
@@ -344,6 +345,7 @@ class TrainerSink:
             published=ids,
             sends_all=self._sends_all,
             takes_state=not self._gate.is_ready,
+            born=self._born,
         )
         return {"slots": slots, "metadata": description.plain()}
 
