@@ -21,6 +21,7 @@ from rollflow.sinks.trainer.messages import (
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, RunError, noted, shown
+from rollflow.stream.data.infos import copied
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment, parts_by_module
 
@@ -64,7 +65,7 @@ class StreamReturns(EpisodeReturns):
     def add_item(self, arrived: ArrivedItem) -> None:
         """Add the episodes that have ended in a fragment, or that its message or a train batch lists."""
         if isinstance(arrived.item, Fragment):
-            self.add(arrived.item, arrived.source.session.token)
+            self.add(arrived.item, arrived.source.session.token.hex())
         else:
             self.take_finished(arrived.finished)
 
@@ -73,6 +74,15 @@ class StreamReturns(EpisodeReturns):
         for module_id, count, episode_returns, lengths in finished:
             returns: Any = self if module_id is None else self.by_module.setdefault(module_id, EpisodeReturns())
             returns.take(count, episode_returns.tolist(), lengths.tolist())
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "by_module": {name: each.get_state() for name, each in self.by_module.items()}}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        super().set_state(state)
+        for name, each in state["by_module"].items():
+            self.by_module[name] = returns = EpisodeReturns()
+            returns.set_state(each)
 
 
 class ItemMaker:
@@ -91,6 +101,20 @@ class ItemMaker:
         self._learner_connector, self._module, self._metrics = batches.learner_connector, module, metrics
         # By what they are made for: the module, of several, the part of its agents, and whether it is stateful.
         self._pipelines: dict[tuple[str | None, int, bool], LearnerConnectorPipeline] = {}
+        self._before: dict[tuple[str | None, int, bool], Any] = {}  # states of those that are not made yet
+
+    def get_state(self) -> dict[str, Any]:
+        """What pieces have learnt and logged, and the returns."""
+        of_pieces = {**self._before, **{key: each.get_state() for key, each in self._pipelines.items()}}
+        states = {"pieces": of_pieces, "metrics": self._metrics.get_state(), "returns": self.returns.get_state()}
+        copies: dict[str, Any] = copied(states)
+        return copies
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave."""
+        self._before = dict(state["pieces"])
+        self._metrics.set_state(state["metrics"])
+        self.returns.set_state(state["returns"])
 
     def item_of(self, arrived_items: Sequence[ArrivedItem]) -> Any:
         """The item of a set of arrived items; None: a batch without steps. Raises RunError if none can be made."""
@@ -142,6 +166,8 @@ class ItemMaker:
             pieces = pieces_given(self._learner_connector, "learner_connector", *spaces)
             pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=key[2])
             pipeline.check_lookback(fragments[0])
+            if key in self._before:
+                pipeline.set_state(self._before.pop(key))
             self._pipelines[key] = pipeline
         batch = self._pipelines[key].of_fragments(fragments, module, self._metrics)
         return NumpyToTensor().converted(batch) if module is None else batch

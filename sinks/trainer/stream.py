@@ -278,6 +278,7 @@ class TrainerStream:
         """
         path, state = read(folder, TOGETHER)
         self.load_state_dict(state["stream"])
+        self._item_maker.set_state(state["items"])
         rollouts = {bytes.fromhex(token): (name, data) for token, name, data in state["rollouts"]}
         self._listener.states, self._generators = rollouts, state["generators"]
         self._checkpoints.go_on_from(path, state["attached"])
@@ -303,6 +304,7 @@ class TrainerStream:
         self._cut |= {source.session.token: (source.called, told["state"]) for source, told in answers}
         state = {
             "stream": self.state_dict(),
+            "items": self._item_maker.get_state(),
             "rollouts": [[token.hex(), *each] for token, each in self._cut.items()],
             "environments": [[lane] for _, told in answers for lane in told["environments"]],
             "generators": generators(),

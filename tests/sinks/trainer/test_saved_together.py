@@ -65,7 +65,7 @@ def test_a_trainer_and_its_rollouts_go_on_to_the_bit(address: str, tmp_path: Pat
             for number, rollout in enumerate(rollouts):
                 threads.submit(feed, rollout, address, name=str(number), limits=SHORT)
             told = learnt(stream, policy, None if resumes else tmp_path)
-            return [next(told) for _ in range(batches)]
+            return [*(next(told) for _ in range(batches)), repr(stream.returns.get_state())]
 
     whole = run(BATCHES, resumes=False)
     assert len([*tmp_path.iterdir()]) == 2
