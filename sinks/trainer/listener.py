@@ -49,6 +49,7 @@ class TrainerListener:
     bell       rings when any of these has changed
     error      error that has ended this; None: there is none
     weights    newest weights, for all sources
+    goes_on    whether the trainer goes on from the state of another
     states     token -> name and state of rollouts that were saved together last: see `_state_for`
     """
 
@@ -63,7 +64,7 @@ class TrainerListener:
         self.come: set[bytes] = set()
         self.states: dict[bytes, tuple[str, Any]] = {}
         self._given: dict[bytes, RolloutPeer] = {}  # token of a rollout -> the one whose state it is being given
-        self._opened_at = 0.0
+        self._opened_at, self.goes_on = 0.0, False
         self._cuts = 0  # number of times that rollouts were asked for their states
         self.refusals = self._loop.refusals
         self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
@@ -309,7 +310,9 @@ class TrainerListener:
             self._take_in_taker(peer, hello, f"{name} ({where})")
             peer.connection.tell(wire.Settings(given))
             return
-        source = self.sources.get(hello.session) or RolloutPeer(wire.ReceiverSession(hello.session))
+        source = self.sources.get(hello.session)
+        if source is None:
+            source = RolloutPeer(wire.ReceiverSession(hello.session, goes_on=self.goes_on))
         with refusing("hello.metadata is of no rollout", "message"):
             source.introduce(RolloutDescription.of(hello.metadata), len(hello.slots))
         if source.born not in (None, source.rollout.born):  # they would hand over the same fragments

@@ -167,7 +167,7 @@ class RolloutPeer:
         done, beyond = number_in(entry["done"]), {number_in(number) for number in entry["beyond"]}
         if len(bytes.fromhex(token)) != wire.SESSION_BYTES or any(number <= done for number in beyond):
             raise ValueError(f"{token}: {entry}")
-        source = cls(wire.ReceiverSession(bytes.fromhex(token), done))
+        source = cls(wire.ReceiverSession(bytes.fromhex(token), done, goes_on=True))
         source.beyond, source.session.missed = beyond, number_in(entry.get("missed", 0))
         return source
 

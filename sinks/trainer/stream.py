@@ -345,6 +345,7 @@ class TrainerStream:
             identity = number_in(saved), checked_id(weights_id)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"state is {shown(state)}, expected what state_dict() gave: {error!r}") from error
+        self._listener.goes_on = True
         self._listener.sources.update({source.session.token: source for source in sources})
         self._listener.weights.resume(version, identity)
         self._rounds.lost = Counter(lost)

@@ -138,12 +138,13 @@ class ReceiverSession:
     done      number of the last item such that the receiver has moved on from it and all before
     kept      number of the last item such that the receiver never wants it or any before again
     missed    number of skipped items, which the sender forgot for an earlier receiver
+    goes_on   whether the receiver goes on from the state of another: then those before the first one are missed, too
     window    how many items beyond `done` the sender may send; None: any number
     answers   to queries by their numbers, which the sender may not have got
     """
 
-    def __init__(self, token: bytes, taken: int = 0, window: int | None = None) -> None:
-        self.token, self.window = token, window
+    def __init__(self, token: bytes, taken: int = 0, window: int | None = None, *, goes_on: bool = False) -> None:
+        self.token, self.window, self.goes_on = token, window, goes_on
         self.taken = self.done = self.kept = taken
         self.missed = 0
         self.answers: dict[int, Fragment] = {}
@@ -159,7 +160,7 @@ class ReceiverSession:
             raise WireError(f"fragment {number}, expected {self.taken + 1}", "number")
         skipped = number - self.taken - 1
         if skipped:
-            self.missed += skipped if self.taken else 0
+            self._miss(skipped)
             self.done, self.kept = max(self.done, number - 1), max(self.kept, number - 1)
         self._check_window(number)
         self.taken = number
@@ -176,8 +177,12 @@ class ReceiverSession:
     def miss(self, last: int) -> None:
         """Record the last number of the stream: missing items up to it have gone to an earlier receiver."""
         if last > self.taken:
-            self.missed += last - self.taken if self.taken else 0
+            self._miss(last - self.taken)
             self.taken = self.done = self.kept = last
+
+    def _miss(self, count: int) -> None:
+        if self.taken or self.goes_on:
+            self.missed += count
 
     def _check_window(self, number: int) -> None:
         if self.window is not None and number > self.done + self.window:

@@ -51,10 +51,11 @@ def learnt(stream: TrainerStream, policy: Any, folder: Path | None = None) -> It
         stream.publish(policy.state_dict())
 
 
-def test_a_trainer_and_its_rollouts_go_on_to_the_bit(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("places", [("inline", "threads"), ("processes", "rollouts")], ids="-".join)
+def test_a_trainer_and_its_rollouts_go_on_to_the_bit(address: str, tmp_path: Path, places: Any) -> None:
     def run(batches: int, *, resumes: bool) -> list[str]:
         stream = trainer(address, sources=2, max_lag=0, on_excess="pace")
-        rollouts = [cartpole(seed, where=where, lanes=1) for seed, where in enumerate(("inline", "threads"))]
+        rollouts = [cartpole(seed, where=where, lanes=1) for seed, where in enumerate(places)]
         policy = cartpole(9).module
         with ThreadPoolExecutor() as threads, ExitStack() as left:
             left.enter_context(stream)
