@@ -78,11 +78,11 @@ class StreamReturns(EpisodeReturns):
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "by_module": {name: each.get_state() for name, each in self.by_module.items()}}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        super().set_state(state)
+    def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
+        super().set_state(state, goes_on=goes_on)
         for name, each in state["by_module"].items():
             self.by_module[name] = returns = EpisodeReturns()
-            returns.set_state(each)
+            returns.set_state(each, goes_on=goes_on)
 
 
 class ItemMaker:

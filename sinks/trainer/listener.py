@@ -1,6 +1,7 @@
 """Listener of a trainer: it takes in rollouts and what they send, in a thread of its own."""
 
 import logging
+import secrets
 import select
 import socket
 import threading
@@ -65,7 +66,6 @@ class TrainerListener:
         self.states: dict[bytes, tuple[str, Any]] = {}
         self._given: dict[bytes, RolloutPeer] = {}  # token of a rollout -> the one whose state it is being given
         self._opened_at, self.goes_on = 0.0, False
-        self._cuts = 0  # number of times that rollouts were asked for their states
         self.refusals = self._loop.refusals
         self._endpoint, self.limits, self._shares = endpoint, endpoint.limits, endpoint.shares
         self._rounds = rounds
@@ -117,13 +117,13 @@ class TrainerListener:
 
     def ask_for_states(self) -> list[RolloutPeer]:
         """Ask the rollouts of which more may come, or has come, for their states; those that `owe_state` until then."""
-        self._cuts += 1
+        cut = secrets.randbits(48)  # answers to another trainer are none to this one
         with self.lock:
             asked = [
                 each for each in self.sources.values() if each.is_present or each.session.done < each.session.taken
             ]
             for source in self.sources.values():
-                source.asked, source.answer = (self._cuts if source in asked else None), {}
+                source.asked, source.answer = (cut if source in asked else None), {}
         self.wake()
         return asked
 
@@ -219,10 +219,8 @@ class TrainerListener:
         is_running = connection.phase is wire.ConnectionPhase.RUNNING
         if source is None or source.connection is not connection or not is_running:
             return
-        if (
-            peer.wanted != (wanted := (source.session.window, source.is_awaited, source.asked))
-            and not source.sends_nothing
-        ):
+        wanted = source.session.window, source.is_awaited, source.asked
+        if peer.wanted != wanted and not source.sends_nothing:
             peer.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
             connection.tell(wire.Settings(self._rounds.order(source, version)))

@@ -396,8 +396,10 @@ class TrainerSink:
             if self._uplink.error is not None:
                 raise self._uplink.error
             cut = None if self._session.order is None else self._session.order["cut"]
-            if cut not in (None, self._cut):
+            if cut != self._cut and cut is not None:
                 tasks.start_soon(ending_quietly, partial(self._answer, cut))
+            elif cut != self._cut:
+                self._uplink.answer(None)
             self._cut = cut
             gate.version, gate.problem = self._version, self._uplink.problem
             self._send_lane_news()
@@ -426,7 +428,8 @@ class TrainerSink:
             answer["environments"] = kinds
         except (CheckpointError, PolicyError) as error:
             answer["refused"] = str(error)
-        self._uplink.answer(answer)
+        if self._cut == cut:
+            self._uplink.answer(answer)
 
     def _check_has_state(self) -> None:
         """Raise CheckpointError for a rollout whose state this has not, or that has come to its end."""

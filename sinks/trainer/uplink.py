@@ -103,8 +103,11 @@ class TrainerUplink:
         self._news.append(news)
         self._loop.wakeup.ring()
 
-    def answer(self, answer: Mapping[str, Any]) -> None:
-        """Send the answer to a trainer that has asked for the rollout's state, through the next connection as well."""
+    def answer(self, answer: Mapping[str, Any] | None) -> None:
+        """Send the answer to a trainer that has asked for the rollout's state, through other connections as well.
+
+        None: it has come
+        """
         self._answer, self._answered_through = answer, None
         self._loop.wakeup.ring()
 
