@@ -14,7 +14,7 @@ from feeding_rollouts import SHORT, fed, graph_over, rollout_of, running, traine
 from killed_feeds import kill_and_go_on
 
 from rollflow import MeanStdFilter, Rollout, TrainerStream, feed
-from rollflow.stream.data.errors import CheckpointError
+from rollflow.stream.data.errors import CheckpointError, WireError
 
 BATCHES, STOP = 7, 3
 
@@ -86,6 +86,23 @@ def test_a_rollout_that_is_started_anew_has_what_was_learnt(
                 next(iter(stream))
         assert after.rollout.num_steps > steps
     assert "goes on from a state before what has come of it: " in caplog.text
+
+
+def test_no_two_rollouts_go_on_from_one_state(address: str, tmp_path: Path) -> None:
+    with trainer(address) as stream, running(*graph_over(cartpole(0), address)):
+        next(iter(stream))
+        stream.save(tmp_path)
+        [token] = stream.state_dict()["sources"]
+    with trainer(address) as stream:
+        stream.resume(tmp_path)
+        with running(*graph_over(cartpole(0), address)):
+            next(iter(stream))
+            graph, rollout, sink = graph_over(cartpole(0), address)
+            sink._session.token = bytes.fromhex(token)  # as that of one which has lived on, and comes late
+            told = "another rollout goes on from the state of this one"
+            with pytest.raises(WireError, match=told), running(graph, rollout, sink) as late:
+                late.ended.result(30.0)
+            next(iter(stream))
 
 
 def test_what_can_not_be_saved_or_gone_on_from_is_refused(address: str, tmp_path: Path) -> None:
