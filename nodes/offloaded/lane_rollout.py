@@ -65,11 +65,6 @@ class LanePlan:
     state: Mapping[str, Any] | None = None
     records: bool = False
 
-    @property
-    def seed(self) -> int:
-        """The seed of environments and sampling."""
-        return int(self.environments["seed"])
-
 
 def loaded_versions(acting: AnyActing) -> dict[Any, int]:
     """Have copies that act take over their newest weights: module id -> policy version that each then has."""
@@ -135,9 +130,9 @@ class LaneRollout:
             environments.record_actions()
         if plan.is_shared:
             environments.share()
-        environments.begin_at(plan.first_step)
+        environments.begin_at(plan.first_step if plan.state is None else plan.state["first_step"])
         environments.set_chosen_spaces(acting.chosen_spaces())
-        acting.make_lanes(environments, plan.lookback, plan.seed, plan.sequence)
+        acting.make_lanes(environments, plan.lookback, plan.environments["seed"], plan.sequence)
         [self.lane] = environments.lanes
         if plan.name:
             self._count_as(plan.name)

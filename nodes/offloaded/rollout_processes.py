@@ -85,7 +85,7 @@ class RolloutLink(LaneLink):
         self._progress[MARK] = 0, -1
         self.reported = 0 if plan.state is None else plan.state["reported"]
         self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
-        self.seed = plan.seed
+        self.seed = plan.environments["seed"]
         self.versions, self.untaken = dict(plan.versions), 0
         self.send_block(FrameKind.SET_UP, setup)
         self._turn()
@@ -314,20 +314,18 @@ class RolloutProcesses(WorkerNode, OffloadedRollouts):
             "seed": seed_for(self.seed, "restart", starts) if starts else self.seed,
             "slot_seeds": tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         }
-        state, first_step, link = None, token.step, self.remotes[lane]
-        if link.before is not None:
-            state, first_step = {**link.before, "environments": self.states_before[lane]}, link.before["first_step"]
-            link.before = None
+        link = self.remotes[lane]
+        before, link.before = link.before, None
         return LanePlan(
             environments,
             token.sequence,
-            first_step,
+            token.step,
             self.lookback,
             self.how,
             loaded_versions(self.acting),
             is_shared=not self.kind.has_several,
             name=token.name,
-            state=state,
+            state=None if before is None else {**before, "environments": self.states_before[lane]},
             records=self.records_actions,
         )
 

@@ -188,6 +188,10 @@ def resumed_from(folder: Path, options: dict[str, Any]) -> Any:
     return kind.resume(folder, **functions)
 
 
+def pair() -> Any:
+    return Together({agent: Walk() for agent in "ab"})
+
+
 def filtered(env: Any) -> Any:
     return MeanStdFilter()
 
@@ -318,7 +322,10 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(way: str, tmp_path: Pa
         assert rest[-1] == whole[-1]
 
 
-@pytest.mark.parametrize("options", [{}, {"lanes": 2, "where": "threads", "model_config": {"use_lstm": True}}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lanes": 2, "where": "threads", "model_config": {"use_lstm": True}}, {"where": "rollouts", "workers": 1}],
+)
 def test_a_run_that_is_saved_before_its_first_step_goes_on(options: Any, tmp_path: Path) -> None:
     expected = list(learnt(begun(**options), 2))
     with (run := begun(**options)):
@@ -614,13 +621,14 @@ def test_on_hosts_environments_begin_anew_and_all_else_is_kept(
     assert resumed.lost.keys() <= {"closed"}
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", pair])
 @pytest.mark.parametrize(("kind", "host"), [(RemoteEnvs, EnvHost), (RemoteRollouts, RolloutHost)])
-def test_a_save_does_not_wait_for_a_host_that_is_away(kind: Any, host: Any, tmp_path: Path) -> None:
+def test_a_save_does_not_wait_for_a_host_that_is_away(kind: Any, host: Any, env: Any, tmp_path: Path) -> None:
     remote = listening(kind)
     with (
         contextlib.closing(BrokenWire(remote.addresses[0], lambda: None)) as wire,
-        hosting(wire.address, "CartPole-v1", kind=host, num_envs=4),
-        begun(remote, num_envs=None, prefetch=1) as run,
+        hosting(wire.address, env, kind=host, num_envs=4),
+        begun(remote, num_envs=None, prefetch=1, several=env is pair) as run,
     ):
         fragments = run.fragments()
         next(fragments)
@@ -630,7 +638,7 @@ def test_a_save_does_not_wait_for_a_host_that_is_away(kind: Any, host: Any, tmp_
         assert [next(fragments).sequence for _ in range(3)] == [1, 2, 3]
         assert run.lost == {}
     hosts = listening(kind)
-    with hosting(hosts.addresses[0], "CartPole-v1", kind=host, num_envs=4), Rollout.resume(tmp_path, hosts) as resumed:
+    with hosting(hosts.addresses[0], env, kind=host, num_envs=4), type(run).resume(tmp_path, hosts) as resumed:
         assert [fragment.sequence for fragment in itertools.islice(resumed.fragments(), 3)] == [1, 2, 3]
 
 
@@ -865,10 +873,6 @@ def test_order_is_for_what_steps_here_or_in_workers(tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match="deterministic=True is for environments that step here")
     with hosting(hosts.addresses[0], "CartPole-v1"), refused:
         Rollout(hosts, deterministic=True)
-
-
-def pair() -> Any:
-    return Together({agent: Walk() for agent in "ab"})
 
 
 def test_several_agents_give_the_same_batches_wherever_lanes_step() -> None:
