@@ -99,7 +99,7 @@ class Rollout(RolloutLoop[Fragment]):
     checkpoints              None      `Checkpoints`: where the run is saved, and how often, for `resume`
     deterministic            False     Keep lanes in order: the same batches in every run, wherever lanes step, for a
                                        given `prefetch`. A lane waits for those before it
-    watch                    Watch     `Watch`: the stall doctor, a trace, how often rows of the log are written
+    watch                    Watch     `Watch`: the stall doctor, a trace, a record to replay the run by
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where
     ======================== ========= ================================================================================

@@ -15,7 +15,7 @@ import pytest
 import torch
 from together import Together
 
-from rollflow import Forward, MeanStdFilter, MultiAgentRollout, Rollout, TrainerStream, Watch
+from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout, TrainerStream, Watch
 from rollflow.nodes.rollout import schedule
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.column import Column
@@ -118,6 +118,19 @@ def test_any_run_can_be_replayed(seed: int, tmp_path: Path) -> None:
     options |= {"seed": seed, "fragment_length": drawn.randint(1, 20)}
     recorded = list(learnt(Watch(record=tmp_path / "run"), **options))
     assert list(learnt(Watch(replay=tmp_path / "run"), **options)) == recorded
+
+
+def test_a_run_that_is_saved_and_resumed_while_it_is_recorded_is_replayed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"where": "threads", "prefetch": 1, "checkpoints": Checkpoints(tmp_path, every_s=1e-3)}
+    recorded = list(learnt(Watch(record=tmp_path / "first"), **options))
+    assert list(learnt(Watch(replay=tmp_path / "first"), **options)) == recorded
+
+    def resumed(**watch: Any) -> list[int]:
+        options = {"checkpoints": None, "watch": Watch(**watch)}
+        with Rollout.resume(sorted(tmp_path.glob("checkpoint-*"))[-1], Late, **options) as rollout:
+            return [digest(batch) for batch, _ in zip(rollout.batches(), range(3), strict=False)]
+
+    assert resumed(record=tmp_path / "second") == resumed(replay=tmp_path / "second")
 
 
 def test_a_program_without_a_seed_is_replayed_with_the_one_that_was_drawn(tmp_path: Path) -> None:
