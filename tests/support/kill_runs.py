@@ -29,6 +29,9 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import torch
+from mpe2 import simple_adversary_v3
+from numbered_agents import NumberedTeam, SilentTeam
+from pettingzoo.classic.tictactoe import tictactoe
 from replayed import write_dataset
 
 from rollflow import (
@@ -122,6 +125,19 @@ def digest(values: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
+def modules_of(rollout: Any) -> dict[str, Any]:
+    """The modules that are trained, by id; "" stands for the only one."""
+    if isinstance(rollout, Rollout):
+        return {"": rollout.module}
+    return {name: rollout.module[name] for name in rollout.learner.to_train or rollout.module}
+
+
+def weights_of(rollout: Any) -> Any:
+    """The weights of the modules that are trained, as `publish` takes them."""
+    weights = {name: module.state_dict() for name, module in modules_of(rollout).items()}
+    return weights.get("", weights)
+
+
 def update(module: Any, optimizer: Any, batch: Any) -> None:
     """Something to learn, from minibatches that torch's own generator has shuffled."""
     parts = [batch] if module.is_stateful() else minibatches(batch, max(2, len(batch["rewards"]) // 2))
@@ -134,17 +150,12 @@ def update(module: Any, optimizer: Any, batch: Any) -> None:
         optimizer.step()
 
 
-def learnt_from_batches(rollout: Rollout, optimizer: Any, folder: Path, completes: bool) -> Iterator[Mapping[str, Any]]:
+def learnt_from_batches(rollout: Any, optimizer: Any, folder: Path, completes: bool) -> Iterator[Mapping[str, Any]]:
+    modules = modules_of(rollout)
     for batch in rollout.batches(complete_episodes=completes):
-        update(rollout.module, optimizer, batch)
+        for name, part in ({"": batch} if "" in modules else batch).items():
+            update(modules[name], optimizer, part)
         yield batch
-
-
-def learnt_from_agents(rollout: MultiAgentRollout, optimizer: Any, folder: Path) -> Iterator[Mapping[str, Any]]:
-    for batch in rollout.batches():
-        for name, of_module in sorted(batch.items()):
-            update(rollout.module[name], optimizer, of_module)
-        yield batch | {"rewards": torch.cat([of_module["rewards"] for of_module in batch.values()])}
 
 
 def learn(rollout: Rollout, optimizer: Any, batch: Mapping[str, Any], target: torch.Tensor) -> torch.Tensor:
@@ -207,9 +218,16 @@ class Way(NamedTuple):
     env: Any
     options: Mapping[str, Any] = {}
     completes: bool = False
+    several: bool = False  # agents
     learnt: Callable[..., Iterator[Mapping[str, Any]]] | None = None  # rounds that have been learnt from; None: batches
 
 
+def by_side(agent: str, episode: Any) -> str:
+    """The module of an agent: of one that stands against others, or begins."""
+    return "first" if agent in ("adversary_0", "player_1", "agent 0") else "others"
+
+
+TWO = {"module": {"first": None, "others": None}, "agent_to_module_mapping_fn": by_side}
 ENVS: dict[str, Way] = {
     "cartpole": Way("CartPole-v1", {"env_to_module_connector": filtered}),
     "plain": Way(partial(short, "CartPole-v1", 60), {"env_to_module_connector": filtered, "lookback": 3}),
@@ -227,12 +245,14 @@ ENVS: dict[str, Way] = {
     "replay": Way("CartPole-v1", {"module_to_env_connector": greedy}, learnt=learnt_from_replay),
     "minatar replay": Way(minatar, {"module_to_env_connector": greedy}, learnt=learnt_from_replay),
     "cloning": Way("CartPole-v1", {"num_envs": 1}, learnt=learnt_from_dataset),
+    "adversary": Way(simple_adversary_v3.parallel_env, {**TWO, "env_to_module_connector": filtered}, several=True),
+    "adversary turns": Way(simple_adversary_v3.env, {**TWO, "model_config": {"use_lstm": True}}, several=True),
+    "tictactoe": Way(tictactoe.env, TWO, several=True),
+    "whole tictactoe": Way(tictactoe.env, TWO, several=True, completes=True),
+    "team": Way(partial(NumberedTeam, 0), TWO, several=True),
+    "silent team": Way(partial(SilentTeam, 0), TWO, several=True),
     "control": Way(controlled, {"env_to_module_connector": filtered}),
-    "agents": Way(
-        cooperating,
-        {"env_to_module_connector": filtered},
-        learnt=learnt_from_agents,
-    ),
+    "agents": Way(cooperating, {"env_to_module_connector": filtered}, several=True),
 }
 PLACES: dict[str, Mapping[str, Any]] = {
     "inline": {},
@@ -257,16 +277,14 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    several, kind = way.learnt is learnt_from_agents, MultiAgentRollout if way.learnt is learnt_from_agents else Rollout
-    again = "connector", "module"  # no file has them
-    given = {name: each for name, each in way.options.items() if name.endswith(again)}
+    given = {name: each for name, each in way.options.items() if callable(each) or name == "module"}
+    kind: Any = MultiAgentRollout if way.several else Rollout
     if any(folder.glob("checkpoint-*")):
-        rollout: Any = kind.resume(folder, way.env if callable(way.env) else None, **given)
+        rollout = kind.resume(folder, way.env if callable(way.env) else None, **given)
     else:
         options = {"num_envs": 4, "fragment_length": 16, "seed": 3, **way.options}
         rollout = kind(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1e9), **options)
-    modules = rollout.module if several else {"": rollout.module}
-    parameters = [each for module in modules.values() for each in module.parameters()]
+    parameters = [each for module in modules_of(rollout).values() for each in module.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     rollout.attach(optimizer=optimizer, schedule=schedule)
@@ -274,9 +292,10 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
         learnt = way.learnt or partial(learnt_from_batches, completes=way.completes)
         for count, batch in enumerate(learnt(rollout, optimizer, folder), 1):
             schedule.step()
-            number, weights = rollout.log.rounds, {name: module.state_dict() for name, module in modules.items()}
-            rollout.publish(weights if several else weights[""])
-            rollout.metrics.log_value("largest", float(batch["rewards"].max()), window=7)
+            number, weights = rollout.log.rounds, weights_of(rollout)
+            rollout.publish(weights)
+            largest = max(float(part["rewards"].max()) for part in (batch.values() if way.several else [batch]))
+            rollout.metrics.log_value("largest", largest, window=7)
             returns = f"{rollout.returns.count} {rollout.returns.mean} {rollout.metrics.peek('largest')}"
             returns = "" if way.options.get("prefetch") else returns  # how far it is ahead depends on the machine
             lines.write(f"{number} {digest(batch)} {digest(weights)} {returns}\n")

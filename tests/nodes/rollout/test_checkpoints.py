@@ -27,7 +27,7 @@ import walk_env
 from counted_agents import Counted
 from extras import needs
 from hypothesis import given, settings, strategies as st
-from kill_runs import digest
+from kill_runs import TWO, by_side, digest, modules_of, weights_of
 from lost_agents import check_continuity, check_multi_agent_chunks, emitted_steps
 from mpe2 import simple_adversary_v3
 from numbered_agents import NumberedTeam, SilentTeam
@@ -120,40 +120,21 @@ class Scaled(ConnectorV2):
         self.count = state["count"]
 
 
-def by_number(agent: str, episode: Any) -> str:
-    return "first" if agent in ("agent 0", "adversary_0", "player_1") else "others"
-
-
 def by_episode(agent: str, episode: Any) -> str:
     return ("first", "others")[int(episode.id_, 16) % 2]
 
 
-def modules_of(rollout: Any) -> dict[str, Any]:
-    """The modules that are trained, by id."""
-    several = isinstance(rollout, MultiAgentRollout)
-    return (
-        {name: rollout.module[name] for name in rollout.learner.to_train or rollout.module}
-        if several
-        else {"": rollout.module}
-    )
-
-
-def weights_of(rollout: Any) -> dict[str, Any]:
-    """Weights of all modules, by id."""
-    return {name: module.state_dict() for name, module in modules_of(rollout).items()}
-
-
 def update(rollout: Any, optimizer: Any, batch: Any) -> None:
     """Something to learn, with a draw of torch's own generator, as minibatches take one."""
-    modules, weights, loss = modules_of(rollout), weights_of(rollout), 0.0
-    for name, of_module in (batch if set(modules) - {""} else {"": batch}).items():
+    modules, loss = modules_of(rollout), torch.zeros(())
+    for name, of_module in ({"": batch} if "" in modules else batch).items():
         outputs = modules[name].forward_train(dict(of_module))
         noise = 1e-3 * torch.randn(())
-        loss += (1 + noise) * outputs["action_dist_inputs"].square().mean() + outputs["vf_preds"].mean()
+        loss = loss + (1 + noise) * outputs["action_dist_inputs"].square().mean() + outputs["vf_preds"].mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    rollout.publish(weights.get("", weights))
+    rollout.publish(weights_of(rollout))
 
 
 def learnt(rollout: Any, rounds: int) -> Iterator[str]:
@@ -274,7 +255,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensors as arrays": {"made": tensors, "learner_connector": gae, "env_to_module_connector": of_arrays},
     "jax": {"made": in_jax, "learner_connector": gae},
 }
-TWO = {"module": {"first": None, "others": None}, "agent_to_module_mapping_fn": by_number}
 TEAM = {"several": True, "env": partial(NumberedTeam, 0), **TWO}
 ONE_PART = {**TEAM, "env": partial(NumberedTeam, 0, nested=0), "num_envs": 3}
 WAYS |= {
@@ -453,7 +433,7 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
 
     found: list[tuple[int, ...]] = []
     stops = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    rollout = Rollout(make, module=RandomModule, seed=1, num_fragments=13, **options)
+    rollout = Rollout(make, module=RandomModule, seed=1, num_fragments=16, **options)
     for stop in stops:
         with rollout:
             for number, fragment in enumerate(rollout.fragments(), 1):
@@ -484,7 +464,7 @@ def test_every_step_of_every_agent_is_handed_out_once(data: Any, tmp_path_factor
         "num_envs": 2,
         "lookback": data.draw(st.integers(0, 2)),
         "module": {"first": RandomModule, "others": RandomModule},
-        "agent_to_module_mapping_fn": by_number,
+        "agent_to_module_mapping_fn": by_side,
     }
     folder = tmp_path_factory.mktemp("run")
     slots = iter(range(100))
@@ -493,7 +473,7 @@ def test_every_step_of_every_agent_is_handed_out_once(data: Any, tmp_path_factor
         return NumberedTeam(next(slots) % 2)
 
     fragments: list[Any] = []
-    rollout = MultiAgentRollout(make, seed=1, num_fragments=9, **options)
+    rollout = MultiAgentRollout(make, seed=1, num_fragments=16, **options)
     functions = {name: options[name] for name in ("module", "agent_to_module_mapping_fn")}
     for stop in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)):
         with rollout:
