@@ -241,8 +241,9 @@ def fragment_of_lane(lane: Any, message: wire.Fragment) -> AnyFragment:
     spaces = _spaces_in(lane)
     if "parts" in message.rest:
         return agents_of_message(message, spaces)
-    layout = replace(lane.layout, episode_id=EpisodeIds(message.rest["episodes"]))
-    return fragment_of(message, layout, spaces)
+    ids = EpisodeIds(message.rest["episodes"])
+    layout = lane.layout if lane.layout.episode_id == ids else replace(lane.layout, episode_id=ids)
+    return fragment_of(message, layout, spaces)  # of a replay, a lane's fragments have one layout
 
 
 def agents_of_message(

@@ -319,6 +319,7 @@ def by_number(agent: str, episode: Any) -> str:
 RUNS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "one agent": (Rollout, "CartPole-v1", {}),
     "lanes in threads": (Rollout, "CartPole-v1", {"lanes": 2, "where": "threads", "deterministic": True}),
+    "ahead": (Rollout, "CartPole-v1", {"lanes": 2, "prefetch": 1, "deterministic": True}),
     "several agents": (
         MultiAgentRollout,
         partial(NumberedTeam, 0, nested=0),
