@@ -103,6 +103,8 @@ def _train(address: str, folder: Path, options: dict[str, Any], rollouts: int, e
         stream.attach(handed=handed, policy=version)
         if any(folder.glob("checkpoint-*")):
             stream.resume(folder)
+        else:
+            stream.save(folder)  # against which is counted what rollouts have forgotten
         stream.publish({})
         for count, batch in enumerate(stream):
             handed.take(batch)
