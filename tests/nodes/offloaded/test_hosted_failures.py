@@ -264,8 +264,10 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
     on = {"lanes": 2, "name": "sim"}
     try:
         with hosted(envs, on=on, timeouts=Timeouts(step=0.3, reset=0.3), prefetch=1) as (rollout, _):
-            fragments, records = iter(rollout.fragments()), rollout.environments.remotes
-            count = rollout.environments.remotes[0]
+            fragments = iter(rollout.fragments())
+            await_that(lambda: rollout.environments.remotes)  # the ring's thread makes them
+            records = rollout.environments.remotes
+            count = records[0]
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
             lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda _: lane_clock.has_looked(rollout, 0))
