@@ -101,7 +101,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         metrics                       The `MetricsLogger` that pieces log into.
         returns                       `mean` and `count` of the last episodes' returns, all agents together;
                                       `by_module`.
-        environments, lag             The node that steps them; the `LagBound`.
+        environments, lag, ledger     The node that steps them; the `LagBound`; counts of what a graph loses.
         seed, placement               The seed in use; why it goes where it goes, with `where="auto"`.
         log                           Logs one's own values, `log("train/loss", loss)`; `dropped_rows`.
 

@@ -24,7 +24,7 @@ from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.rollout.schedule import Recording, Replay
+from rollflow.nodes.rollout.schedule import Recording, ReplayedRun
 from rollflow.nodes.stages.acting import compile_options
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.rounds import OnExcess, check_staleness
@@ -125,7 +125,7 @@ class Watch:
     metrics        what pieces log into; None: a `MetricsLogger`
     record         file for what the seed does not determine, such as the order of lanes: for `replay`
     replay         such a file: the program that wrote it gives the same batches once more, in the loop's thread alone
-    until          where a replay stops, by a RunError that shows the episode, and has it as `episode`: "nan", at the
+    until          what stops a replay, by a RunError that shows the episode, and has it as `episode`: "nan", at the
                    first number that is none; a number, at the first reward above it; an episode's id, at its end; or
                    a function of an episode, which is asked after each step with what the fragment has of it
 
@@ -292,7 +292,7 @@ class RolloutOptions:
     deterministic: bool = False
     debug: bool = False
     log_to: LogOptions = field(default_factory=LogOptions)
-    schedule: Recording | Replay | None = None
+    schedule: Recording | ReplayedRun | None = None
 
     def __post_init__(self) -> None:
         checked_count("fragment_length", self.fragment_length, 1)
@@ -319,7 +319,7 @@ class RolloutOptions:
     @property
     def is_in_loop(self) -> bool:
         """True if all is to run in the loop's thread."""
-        return self.debug or isinstance(self.schedule, Replay)
+        return self.debug or isinstance(self.schedule, ReplayedRun)
 
     @property
     def pass_options(self) -> dict[str, Any]:
@@ -393,7 +393,7 @@ def _with_schedule(options: RolloutOptions, *, is_seeded: bool) -> RolloutOption
         return replace(options, schedule=Recording(watch.record))
     if watch.replay is None:
         return options
-    schedule = Replay(watch.replay, watch.until)
+    schedule = ReplayedRun(watch.replay, watch.until)
     seed = options.seed if is_seeded else schedule.first["seed"]
     lanes = schedule.first["lanes"] if options.lanes is None and options.where != "inline" else options.lanes
     here: dict[str, Any] = {"where": "inline", "workers": None, "prefetch": 0, "checkpoints": None}

@@ -27,7 +27,7 @@ from rollflow.nodes.offloaded.hosted_rollouts import HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import race, trial_of, workers_in
-from rollflow.nodes.rollout.schedule import Replay, ReplayedEnvironments
+from rollflow.nodes.rollout.schedule import ReplayedEnvironments, ReplayedRun
 from rollflow.stream.data.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, ModuleError, shown
 
@@ -119,7 +119,7 @@ def _environments_for(env: Any, asked: RolloutOptions, kind: EnvKind) -> Any:
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
     node: Any = DeviceEnvironments if are_tensors else NODES[where]
-    if isinstance(asked.schedule, Replay):
+    if isinstance(asked.schedule, ReplayedRun):
         node = partial(ReplayedEnvironments, replay=asked.schedule)
     return node(env, kind=kind, lanes=lanes, **options)
 

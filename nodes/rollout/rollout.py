@@ -111,7 +111,7 @@ class Rollout(RolloutLoop[Fragment]):
         learner_pipeline                 makes train batches; `has_learner_pieces`: not of the default pieces alone
         metrics                          the `MetricsLogger` that pieces log into
         returns                          `mean` and `count` of the last episodes' returns: see `EpisodeReturns`
-        environments, lag                the node that steps them; the `LagBound`
+        environments, lag, ledger        the node that steps them; the `LagBound`; counts of what a graph loses
         env_kwargs                       keywords that an id's environments are made with
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
         stall                            the rules of the stall doctor, of `watch`
@@ -121,8 +121,8 @@ class Rollout(RolloutLoop[Fragment]):
     Methods: `publish` new weights; `save` the run, `attach` what is saved with it, `resume` from it; `state_dict`, and
     `load_state_dict` to count on from another run; loop over
     `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `policy`,
-    `save_policy` and `evaluate`; `graph`, which has `draw()`; hooks `on_batch`, `on_episode`, `on_publish`;
-    for sinks `publish_as`, `watch`, `hold_back` and others.
+    `save_policy`, `evaluate` and `evaluate_every`; `graph`, which has `draw()`; hooks `on_batch`, `on_episode`,
+    `on_publish`; for sinks `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     for which its stages run in a thread, or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`,

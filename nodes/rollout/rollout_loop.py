@@ -43,7 +43,7 @@ from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
 from rollflow.nodes.rollout.evaluations import Evaluations
 from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
-from rollflow.nodes.rollout.schedule import Recording, Replay, ReplayedCredits, ReplayedForward, sum_of_weights
+from rollflow.nodes.rollout.schedule import Recording, ReplayedCredits, ReplayedForward, ReplayedRun, sum_of_weights
 from rollflow.nodes.stages.acting import Acting, lookback_for
 from rollflow.nodes.stages.module_set import AgentsActing
 from rollflow.nodes.stages.ring import joint_forward, ring_of
@@ -127,7 +127,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 )
                 largest = max(env.num_envs for env in self.environments.envs) * acts.most_agents
                 alone, forward = forward, joint_forward(forward, largest, options.forward)
-                if isinstance(schedule, Replay) and forward is not alone:
+                if isinstance(schedule, ReplayedRun) and forward is not alone:
                     forward = ReplayedForward(alone, schedule)
                 if schedule is not None:
                     schedule.take(acts.by_id, self.environments, self._counting, forward)
@@ -137,7 +137,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             by_lane = options.deterministic
             if isinstance(schedule, Recording):
                 self._check_place("Watch(record=…) is", _IN_ORDER[:3])
-            if isinstance(schedule, Replay):
+            if isinstance(schedule, ReplayedRun):
                 self._credits: FragmentCredits = ReplayedCredits(*of_credits, replay=schedule, by_lane=by_lane)
             elif by_lane:
                 self._check_deterministic()
@@ -459,7 +459,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """
         if self._state != "running":
             raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
-        if isinstance(self._options.schedule, Replay):
+        if isinstance(self._options.schedule, ReplayedRun):
             raise RunError("a replay can't be drained: which steps were the last ones is not recorded")
         assert self._drive is not None
         self._drive.drain()

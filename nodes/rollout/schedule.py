@@ -226,11 +226,11 @@ def stopped_at(episode: Any, text: str) -> RunError:
     return error
 
 
-class Replay:
+class ReplayedRun:
     """The schedule of a recorded run, by which a ring in one thread goes once more.
 
     path     of the file
-    until    where to stop: see `Watch`
+    until    what to stop for: see `Watch`
 
     first    what `Recording.begin` was given
     group    lanes of the next pass that have not been let in, in their order
@@ -303,7 +303,7 @@ class Replay:
         self._under_way -= 1
 
     def coming(self) -> int | None:
-        """The lane that comes next; None: a pass is next. Raises RunError where the recording ends."""
+        """The lane that comes next; None: a pass is next. Raises RunError at the end of the recording."""
         if not self._under_way:
             self._form_group()
         if self.group or self._under_way:
@@ -357,7 +357,7 @@ class Replay:
             self._look(part)
 
     def _look(self, fragment: Fragment) -> None:
-        """Raise RunError, which shows the episode, if this is where to stop."""
+        """Raise RunError, which shows the episode, if the replay is to stop here."""
         for episode in fragment.episodes():
             if text := found(self._until, episode):
                 raise stopped_at(episode, text)
@@ -400,7 +400,7 @@ class ReplayedEnvironments(LaneSource):
 
     patience = 0.0
 
-    def __init__(self, env: Any, *, replay: Replay, **options: Any) -> None:
+    def __init__(self, env: Any, *, replay: ReplayedRun, **options: Any) -> None:
         self._replay, self._env = replay, env
         self._waiting: dict[int, Any] = {}
         self._fresh: set[int] = set()  # those to be reset
@@ -456,7 +456,7 @@ class ReplayedEnvironments(LaneSource):
 class ReplayedCredits(FragmentCredits):
     """Credits that let lanes pass in the order of a schedule."""
 
-    def __init__(self, *of_credits: Any, replay: Replay, by_lane: bool) -> None:
+    def __init__(self, *of_credits: Any, replay: ReplayedRun, by_lane: bool) -> None:
         super().__init__(*of_credits, by_lane=by_lane)
         self._replay = replay
 
@@ -470,7 +470,7 @@ class ReplayedCredits(FragmentCredits):
 class ReplayedForward(JointForward[Any]):
     """Forward passes over the lanes that a schedule has in each."""
 
-    def __init__(self, forward: Any, replay: Replay) -> None:
+    def __init__(self, forward: Any, replay: ReplayedRun) -> None:
         super().__init__(forward, max_batch=1)
         self._replay = replay
 

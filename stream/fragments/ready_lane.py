@@ -353,7 +353,7 @@ class ReadyLane(Lane):
         }
 
     def set_state(self, state: Mapping[str, Any], held: Sequence[SlotAnswers]) -> None:
-        """Have slots stand where those of another one did that gave this state. After `go_on`."""
+        """Have slots stand as those of another one did that gave this state. After `go_on`."""
         self._places, turn = state["at"] * self.layout.num_slots + self.everyone, state["turn"]
         self._resets, self._lost = state["resets"].copy(), state["lost"].copy()
         self._answers_before, self._answers = state["answers"]
