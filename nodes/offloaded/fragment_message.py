@@ -239,11 +239,28 @@ def fragment_of(
 def fragment_of_lane(lane: Any, message: wire.Fragment) -> AnyFragment:
     """The fragment of a lane in a message that `message_of_lane` gave."""
     spaces = _spaces_in(lane)
+    fragment: AnyFragment
     if "parts" in message.rest:
-        return agents_of_message(message, spaces)
-    ids = EpisodeIds(message.rest["episodes"])
-    layout = lane.layout if lane.layout.episode_id == ids else replace(lane.layout, episode_id=ids)
-    return fragment_of(message, layout, spaces)  # of a replay, a lane's fragments have one layout
+        fragment = agents_of_message(message, spaces)
+    else:
+        layout = replace(lane.layout, episode_id=EpisodeIds(message.rest["episodes"]))
+        fragment = fragment_of(message, layout, spaces)
+    share_layouts(fragment, lane.layouts)
+    return fragment
+
+
+def share_layouts(fragment: AnyFragment, layouts: list[FragmentLayout]) -> None:
+    """Have a lane's fragments share their layouts, by which a replay joins their episodes.
+
+    layouts    of the lane's fragment before, part by part; those of this one at the end
+    """
+    parts = fragment.parts if isinstance(fragment, MultiAgentFragment) else [fragment]
+    own = [part.layout for part in parts]
+    if own == layouts:
+        for part, layout in zip(parts, layouts, strict=True):
+            part.layout = layout
+    else:
+        layouts[:] = own
 
 
 def agents_of_message(

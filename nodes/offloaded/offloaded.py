@@ -10,7 +10,14 @@ from rollflow.nodes.env.environments import OneAgent, SeveralAgents
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.lane_status import RaisedError
 from rollflow.nodes.modules.policy_weights import Weights
-from rollflow.nodes.offloaded.fragment_message import agents_of_message, check_form, form_of, fragment_of, spaces_seen
+from rollflow.nodes.offloaded.fragment_message import (
+    agents_of_message,
+    check_form,
+    form_of,
+    fragment_of,
+    share_layouts,
+    spaces_seen,
+)
 from rollflow.nodes.offloaded.lane_rollout import Published
 from rollflow.nodes.offloaded.lane_state import KINDS
 from rollflow.nodes.stages.env_to_module import CuttingStage
@@ -35,6 +42,7 @@ class TurnToken:
     steps_under_way    transitions of a vector step, at most
     step        the run's vector step at which its next fragment begins, by which schedules go
     layout, observation_spaces    of its fragments, as a lane has them
+    layouts     of its newest fragment, part by part
     name        that the pieces of its rollout count under, in every process that does it
     elsewhere   state of its rollout, and of what is known of it here, for `get_state` or from `set_state`
     """
@@ -49,6 +57,7 @@ class TurnToken:
         self.fragment: Fragment | MultiAgentFragment | None = None
         self.is_set_aside = False
         self.layout: FragmentLayout
+        self.layouts: list[FragmentLayout] = []
         self.observation_spaces: Sequence[Any] = ()
         self.name = uuid4().hex
         self.elsewhere: dict[str, Any] = {}
@@ -257,6 +266,7 @@ class OffloadedRollouts(LaneSource):
             remote.lost = RaisedError(**report["failure"]).line
             return False
         remote.lost = None
+        share_layouts(fragment, remote.lane.layouts)
         remote.lane.take(fragment)
         return True
 

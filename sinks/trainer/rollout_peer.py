@@ -6,7 +6,7 @@ from enum import Enum, auto
 from time import monotonic
 from typing import Any, NamedTuple
 
-from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, layout_in
+from rollflow.nodes.offloaded.fragment_message import agents_of_message, fragment_of, layout_in, share_layouts
 from rollflow.sinks.trainer import messages
 from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import AnyFragment, Batch, FinishedEpisodes, RolloutDescription
@@ -160,6 +160,7 @@ class RolloutPeer:
     asked: int | None = None  # number of the checkpoint that its state is awaited for; None: it is not
     answer: Mapping[str, Any] = field(default_factory=dict)  # to the last one that it was asked for
     _layouts: dict[int, tuple[Any, FragmentLayout]] = field(default_factory=dict)  # lane -> layout, as told last
+    _agents_layouts: dict[int, list[FragmentLayout]] = field(default_factory=dict)  # lane -> those of its newest one
 
     @classmethod
     def of_state(cls, token: str, entry: Mapping[str, Any]) -> "RolloutPeer":
@@ -243,7 +244,7 @@ class RolloutPeer:
 
     def introduce(self, rollout: RolloutDescription, lanes: int) -> None:
         """Take what a Hello says. Raises WireError if it makes no sense."""
-        self.rollout, self._layouts, self.aside = rollout, {}, {}
+        self.rollout, self._layouts, self._agents_layouts, self.aside = rollout, {}, {}, {}
         self.take_lanes(lanes)
         for lane, number in rollout.aside:
             self.set_aside(lane, number)
@@ -270,6 +271,8 @@ class RolloutPeer:
         self._check_lane(message)
         if self.rollout.is_by_module:
             of_agents = agents_of_message(message, self.rollout.parts)
+            if message.lane < MOST_LANES:
+                share_layouts(of_agents, self._agents_layouts.setdefault(message.lane, []))
             oldest, _ = messages.acting_versions(of_agents, self.rollout.published)
             return ArrivedItem(self, message.number, of_agents, oldest, 0, messages.finished_in(message.rest))
         spaces = self.rollout.parts[0]

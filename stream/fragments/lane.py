@@ -360,6 +360,11 @@ class SlotLane:
         return np.full(self.layout.num_slots, number)
 
     @property
+    def layouts(self) -> list[FragmentLayout]:
+        """The layout of its fragments, alone."""
+        return [self.layout]
+
+    @property
     def _column(self) -> Column:
         return self.fragment.columns[Columns.OBS]
 

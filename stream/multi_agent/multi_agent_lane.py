@@ -135,6 +135,11 @@ class MultiAgentLane:
         return self.vector_steps - self.clock.first == self.num_rows
 
     @property
+    def layouts(self) -> list[FragmentLayout]:
+        """The layouts of its fragments, part by part."""
+        return [part.layout for part in self.parts]
+
+    @property
     def at_start(self) -> bool:
         """True if the next vector step is the first of a fragment."""
         return self.vector_steps == self.clock.first

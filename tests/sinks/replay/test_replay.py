@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from newest_sampler import Newest
+from numbered_agents import NumberedAgents
+from numbered_env import NumberedEnv
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples, strategies
 from replayed import Played, insert_all, plays, rows_of, write_dataset
@@ -21,7 +23,7 @@ from replayed_agents import fragments_of
 from shapes_env import FixedModule, Shapes
 from small_env import SmallEnv
 
-from rollflow import DatasetSource, GeneralAdvantageEstimation, Replay, RLModule, Rollout
+from rollflow import DatasetSource, GeneralAdvantageEstimation, MultiAgentRollout, Replay, RLModule, Rollout
 from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, NStepReturns, RandomModule
 from rollflow.sinks import (
     Draw,
@@ -145,6 +147,21 @@ def test_whole_episodes_begin_with_their_first_step_and_end_with_their_last(play
             drawn.add((slot, episode))
         assert drawn <= whole
         assert len(drawn) > len(whole) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_episodes_of_whole_rollouts_in_workers_are_joined_over_their_fragments(several: bool) -> None:
+    replay = Replay(1000, sampler=Episodes(), seed=0)
+    options: Any = {"num_envs": 2, "fragment_length": 8, "num_fragments": 6, "where": "rollouts", "workers": 1}
+    agents = partial(NumberedAgents, 0, nested=0, length=20, at_once=True)
+    rollout: Any = MultiAgentRollout(agents, module=RandomModule, **options) if several else None
+    with rollout or Rollout(partial(NumberedEnv, 0, lengths=(20, 20)), **options) as running:
+        for fragment in running.fragments():
+            replay(fragment)
+    drawn: Any = replay.sample(8)
+    [batch] = drawn.values() if several else [drawn]
+    assert 8 < max(batch["seq_lens"].tolist()) <= 20
 
 
 @pytest.mark.parametrize("make", [*SINGLE, lambda: Sequences(3, 2, of=Prioritized()), Episodes])
