@@ -42,7 +42,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/logs": (603, 10),  # rows that are made again go
     "nodes/metrics": (594, 10),  # returns of several agents that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
-    "nodes/offloaded": (1950, 25),  # ids of episodes in ready fragments; states of lanes of several agents
+    "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
     "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
     "nodes/rollout": (2605, 27),  # lost workers replayed; generators of GPUs; what lanes are is a part of the layout
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
@@ -53,13 +53,13 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
     "sinks/replay": (2054, 27),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2800, 25),  # saved together, and given states; record and replay refused; numbers checked
+    "sinks/trainer": (2803, 25),  # layouts shared; saved together, and given states; record and replay refused
     "stream": (64, 0),
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
-    "stream/fragments": (1633, 20),  # answers that wait, and the state of slots in rows of their own; fragments so far
+    "stream/fragments": (1636, 20),  # layouts shared; answers that wait, and the state of slots in rows of their own
     "stream/graph": (2522, 34),  # items that are away; starts wait for gates; stages that are wrapped
-    "stream/multi_agent": (1479, 18),  # lanes of several agents that go on; open episodes saved; whole episodes
+    "stream/multi_agent": (1482, 18),  # layouts shared; lanes of several agents that go on; open episodes saved
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1177, 17),
     "stream/wire": (972, 17),  # items missed of rollouts that a state does not know
