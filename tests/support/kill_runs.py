@@ -150,7 +150,9 @@ def update(module: Any, optimizer: Any, batch: Any) -> None:
         optimizer.step()
 
 
-def learnt_from_batches(rollout: Any, optimizer: Any, folder: Path, completes: bool) -> Iterator[Mapping[str, Any]]:
+def learnt_from_batches(
+    rollout: Any, optimizer: Any, folder: Path | None = None, completes: bool = False
+) -> Iterator[Mapping[str, Any]]:
     modules = modules_of(rollout)
     for batch in rollout.batches(complete_episodes=completes):
         for name, part in ({"": batch} if "" in modules else batch).items():

@@ -27,7 +27,7 @@ import walk_env
 from counted_agents import Counted
 from extras import needs
 from hypothesis import given, settings, strategies as st
-from kill_runs import TWO, by_side, digest, modules_of, weights_of
+from kill_runs import TWO, by_side, digest, filtered, learnt_from_batches, modules_of, weights_of
 from lost_agents import check_continuity, check_multi_agent_chunks, emitted_steps
 from mpe2 import simple_adversary_v3
 from numbered_agents import NumberedTeam, SilentTeam
@@ -48,7 +48,6 @@ from rollflow import (
     Forward,
     GeneralAdvantageEstimation,
     JaxEnvs,
-    MeanStdFilter,
     MultiAgentRollout,
     RemoteEnvs,
     RemoteRollouts,
@@ -124,27 +123,14 @@ def by_episode(agent: str, episode: Any) -> str:
     return ("first", "others")[int(episode.id_, 16) % 2]
 
 
-def update(rollout: Any, optimizer: Any, batch: Any) -> None:
-    """Something to learn, with a draw of torch's own generator, as minibatches take one."""
-    modules, loss = modules_of(rollout), torch.zeros(())
-    for name, of_module in ({"": batch} if "" in modules else batch).items():
-        outputs = modules[name].forward_train(dict(of_module))
-        noise = 1e-3 * torch.randn(())
-        loss = loss + (1 + noise) * outputs["action_dist_inputs"].square().mean() + outputs["vf_preds"].mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    rollout.publish(weights_of(rollout))
-
-
 def learnt(rollout: Any, rounds: int) -> Iterator[str]:
     """Digests of the batches, and at last of the weights."""
     parameters = [each for module in modules_of(rollout).values() for each in module.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     rollout.attach(optimizer=optimizer)
     with rollout:
-        for number, batch in enumerate(rollout.batches(), 1):
-            update(rollout, optimizer, batch)
+        for number, batch in enumerate(learnt_from_batches(rollout, optimizer), 1):
+            rollout.publish(weights_of(rollout))
             yield digest(batch)
             if number == rounds:
                 break
@@ -173,12 +159,21 @@ def pair() -> Any:
     return Together({agent: Walk() for agent in "ab"})
 
 
-def filtered(env: Any) -> Any:
-    return MeanStdFilter()
-
-
 def scaled(envs: Any) -> Any:
     return Scaled()
+
+
+def saved(folder: Path, run: Any = None) -> Path:
+    """The folder of a checkpoint of a run, behind its first round."""
+    with (run := run or begun()):
+        next(run.batches())
+        path: Path = run.save(folder)
+    return path
+
+
+def told_of_environments(folder: Path) -> Any:
+    """What the manifest of a folder's checkpoint says of the environments of each lane."""
+    return json.loads(next(folder.glob("*/checkpoint.json")).read_text())["environments"]
 
 
 APART: dict[str, Any] = {"forward": Forward(max_batch=4)}
@@ -271,14 +266,8 @@ WAYS |= {
     "agents in lanes": {**TEAM, "lanes": 2, "where": "threads", "deterministic": True, "prefetch": 1},
     "agents in processes": {**TEAM, "lanes": 3, "where": "processes", "workers": 2, "deterministic": True},
     "agents in rollouts": {**ONE_PART, "where": "rollouts", "workers": 1, "deterministic": True},
-    "agents ahead in processes": {
-        **ONE_PART,
-        "env": partial(SilentTeam, 0, nested=0),
-        "where": "processes",
-        "workers": 1,
-        "deterministic": True,
-        "prefetch": 1,
-    },
+    "agents ahead in processes": {**ONE_PART, "env": partial(SilentTeam, 0, nested=0), "prefetch": 1}
+    | {"where": "processes", "workers": 1, "deterministic": True},
 }
 
 
@@ -360,9 +349,7 @@ def test_a_run_goes_on_to_the_bit_wherever_its_lanes_step_next(prefetch: int, tm
     ],
 )
 def test_other_modules_and_pieces_than_the_runs_are_refused(given: Any, text: str, tmp_path: Path) -> None:
-    with (run := begun(env_to_module_connector=filtered)):
-        next(run.batches())
-        run.save(tmp_path)
+    saved(tmp_path, begun(env_to_module_connector=filtered))
     given = {"env_to_module_connector": filtered} | given
     with pytest.raises(CheckpointError, match=rf"checkpoint-\d+ can't be gone on from: .*{text}"):
         Rollout.resume(tmp_path, **given)
@@ -373,9 +360,7 @@ def test_other_modules_and_pieces_than_the_runs_are_refused(given: Any, text: st
 )
 def test_lanes_that_go_on_in_another_way_begin_anew(given: Any, tmp_path: Path, caplog: Any) -> None:
     one_by_one = partial(gym.make, "CartPole-v1")
-    with (run := begun(one_by_one)):
-        next(run.batches())
-        run.save(tmp_path)
+    saved(tmp_path, begun(one_by_one))
     with (run := Rollout.resume(tmp_path, one_by_one, **given)):
         assert "environments begin anew, and what was under way is left out" in caplog.text
         next(run.batches())
@@ -403,10 +388,18 @@ def test_slots_that_step_apart_go_on_from_any_of_their_steps(way: str, tmp_path:
         assert list(digests(resumed)) == whole[number + 1 :]
 
 
-def numbers(fragment: Any, into: list[tuple[int, ...]]) -> None:
-    for chunk in fragment.episodes():
-        steps = zip(chunk.get_observations()[:-1], chunk.get_actions(), strict=True)
-        into += [(*map(int, observation), int(action)) for observation, action in steps]
+def numbers(fragments: Any) -> Iterator[tuple[int, ...]]:
+    for chunk in itertools.chain.from_iterable(fragment.episodes() for fragment in fragments):
+        for observation, action in zip(chunk.get_observations()[:-1], chunk.get_actions(), strict=True):
+            yield (*map(int, observation), int(action))
+
+
+def of_a_life(rollout: Any, stop: int | None = None, folder: Any = None) -> Iterator[Any]:
+    """The fragments of a run, which is saved behind so many; None: all that come."""
+    with rollout:
+        yield from itertools.islice(rollout.fragments(), stop)
+        if stop is not None:
+            rollout.save(folder)
 
 
 @settings(max_examples=25, deadline=None)
@@ -435,17 +428,10 @@ def test_every_transition_is_handed_out_once(data: Any, tmp_path_factory: Any) -
     stops = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     rollout = Rollout(make, module=RandomModule, seed=1, num_fragments=16, **options)
     for stop in stops:
-        with rollout:
-            for number, fragment in enumerate(rollout.fragments(), 1):
-                numbers(fragment, found)
-                if number == stop:
-                    rollout.save(folder)
-                    break
+        found += numbers(of_a_life(rollout, stop, folder))
         elsewhere = {name: data.draw(st.sampled_from(of)) for name, of in elsewhere_in.items()}
         rollout = Rollout.resume(folder, make, module=RandomModule, **elsewhere)
-    with rollout:
-        for fragment in rollout.fragments():
-            numbers(fragment, found)
+    found += numbers(of_a_life(rollout))
     assert rollout.lost == {}
     assert len(found) == len(set(found)) == rollout.num_steps
     for slot in range(options["num_envs"]):
@@ -476,15 +462,9 @@ def test_every_step_of_every_agent_is_handed_out_once(data: Any, tmp_path_factor
     rollout = MultiAgentRollout(make, seed=1, num_fragments=16, **options)
     functions = {name: options[name] for name in ("module", "agent_to_module_mapping_fn")}
     for stop in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)):
-        with rollout:
-            for number, fragment in enumerate(rollout.fragments(), 1):
-                fragments.append(fragment)
-                if number == stop:
-                    rollout.save(folder)
-                    break
+        fragments += of_a_life(rollout, stop, folder)
         rollout = MultiAgentRollout.resume(folder, make, **functions)
-    with rollout:
-        fragments += rollout.fragments()
+    fragments += of_a_life(rollout)
     assert rollout.lost == {}
     steps = emitted_steps(fragments)
     assert len(steps) == len(set(steps)) == rollout.num_steps
@@ -537,8 +517,7 @@ def test_environments_that_cannot_be_read_begin_anew_and_say_so(
         run.save(tmp_path)
         handed = run._rounds.handed_steps
     assert f"begins lane 0's episodes anew: {reason}" in caplog.text
-    manifest = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
-    assert manifest["environments"] == [["restart"]]
+    assert told_of_environments(tmp_path) == [["restart"]]
     run = resumed_from(tmp_path, options)
     waiting, found = len(run._waiting), 0
     with run:
@@ -582,7 +561,7 @@ def test_on_hosts_environments_begin_anew_and_all_else_is_kept(
     steps, version, count = run.num_steps, run.policy_version, run.returns.count
     assert list(saved) == []
     assert "begins lane 0's episodes anew: environments on hosts do not say their state" in caplog.text
-    assert json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())["environments"] == [["restart"]]
+    assert told_of_environments(tmp_path) == [["restart"]]
 
     rest = begun_over(lambda hosts: Rollout.resume(tmp_path, hosts))
     resumed = next(rest)
@@ -705,13 +684,6 @@ def test_a_process_that_is_told_to_end_saves_first(tmp_path: Path) -> None:
     assert resumed.num_steps > told[-1]
 
 
-def saved(folder: Path) -> Path:
-    """The folder of a checkpoint."""
-    with (run := begun()):
-        next(run.batches())
-        return run.save(folder)
-
-
 def test_what_is_no_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         Rollout.resume(tmp_path)
@@ -796,9 +768,7 @@ def test_what_a_kill_has_left_goes_and_the_newest_whole_one_is_named(tmp_path: P
 
 
 def test_what_no_file_can_hold_is_to_be_given_again(tmp_path: Path) -> None:
-    with (run := begun(Walk, env_to_module_connector=filtered)):
-        next(run.batches())
-        run.save(tmp_path)
+    saved(tmp_path, begun(Walk, env_to_module_connector=filtered))
     with pytest.raises(CheckpointError, match="can't have env, env_to_module_connector of the run; expected the same"):
         Rollout.resume(tmp_path)
 
@@ -825,8 +795,7 @@ def test_a_lane_whose_worker_is_lost_is_saved_as_one_that_begins_anew(where: str
         os.kill(environments._workers[1].process.pid, signal.SIGKILL)
         select.select([environments.remotes[1].sock], [], [])  # until it has gone
         run.save(tmp_path)
-    state = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
-    assert state["environments"] == [["restart"], ["restart"]]
+    assert told_of_environments(tmp_path) == [["restart"], ["restart"]]
     with (resumed := Rollout.resume(tmp_path, Walk)):
         next(resumed.batches())
     assert resumed.num_steps == 2 * run.num_steps
@@ -841,8 +810,7 @@ def test_a_worker_that_does_not_say_its_state_begins_anew(where: str, tmp_path: 
         run.save(tmp_path)
         next(batches)
         assert run.lost == {}
-    manifest = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())
-    assert manifest["environments"] == [["restart"], ["restart"]]
+    assert told_of_environments(tmp_path) == [["restart"], ["restart"]]
     assert "the state of its environments was not said for 1 s" in str(read(tmp_path)[1]["environments"])
 
 
@@ -855,45 +823,37 @@ def test_order_is_for_what_steps_here_or_in_workers(tmp_path: Path) -> None:
         Rollout(hosts, deterministic=True)
 
 
-def test_several_agents_give_the_same_batches_wherever_lanes_step() -> None:
-    def digests(**options: Any) -> list[str]:
-        torch.manual_seed(0)
-        settings = {"num_envs": 3, "lanes": 3, "fragment_length": 8, "seed": 3, "prefetch": 1, "deterministic": True}
-        with MultiAgentRollout(pair, **settings, **options) as rollout:
-            found: list[str] = []
-            for batch in rollout.batches():
-                found += [digest(batch[module]) for module in sorted(batch)]
-                rollout.publish(rollout.module.state_dict())
-                if len(found) == 4:
-                    return found
-        return found
+SWINGING: dict[str, Any] = {"env": "Pendulum-v1", "lanes": 4}
+THREADS, INLINE = {"where": "threads"}, dict[str, Any]()
 
-    assert digests() == digests(where="threads") == digests(where="processes", workers=2)
-    assert digests() == digests(where="rollouts", workers=2)
+
+def workers(where: str, *counts: int) -> list[dict[str, Any]]:
+    return [{"where": where, "workers": count} for count in counts]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_the_same_batches_wherever_lanes_step(prefetch: int) -> None:
-    def digests(**options: Any) -> list[str]:
-        given = {"env": "Pendulum-v1", "lanes": 4, "prefetch": prefetch, "env_to_module_connector": filtered}
-        return list(learnt(begun(deterministic=True, **given, **options), 6))[:-1]
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        (
+            {"env": pair, "several": True, "num_envs": 3, "lanes": 3, "fragment_length": 8},
+            [INLINE, THREADS, *workers("processes", 2), *workers("rollouts", 2)],
+        ),
+        ({**SWINGING, "env_to_module_connector": filtered}, [INLINE, THREADS, *workers("processes", 1, 3)]),
+        pytest.param(SWINGING, [INLINE, *workers("rollouts", 1, 3)], marks=pytest.mark.slow),
+        # A piece that learns has a copy in each lane, and other numbers than one that all lanes share.
+        pytest.param(
+            {**SWINGING, "env_to_module_connector": filtered}, workers("rollouts", 1, 2, 4), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["agents", "processes", "rollouts", "pieces in rollouts"],
+)
+def test_the_same_batches_wherever_lanes_step(options: Any, places: Any, prefetch: int) -> None:
+    def digests(place: dict[str, Any]) -> list[str]:
+        return list(learnt(begun(deterministic=True, prefetch=prefetch, **options, **place), 6))[:-1]
 
-    here = digests()
-    assert digests(where="threads") == here
-    assert digests(where="processes", workers=1) == digests(where="processes", workers=3) == here
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_whole_rollouts_in_workers_give_the_same_batches(prefetch: int) -> None:
-    def digests(**options: Any) -> list[str]:
-        given = {"env": "Pendulum-v1", "lanes": 4, "prefetch": prefetch}
-        return list(learnt(begun(deterministic=True, **given, **options), 6))[:-1]
-
-    assert digests() == digests(where="rollouts", workers=1) == digests(where="rollouts", workers=3)
-    # A piece that learns has a copy in each lane, and other numbers than one that all lanes share.
-    learns = {"env_to_module_connector": filtered, "where": "rollouts"}
-    assert digests(workers=1, **learns) == digests(workers=2, **learns) == digests(workers=4, **learns)
+    first, *others = map(digests, places)
+    assert others == [first] * len(others)
 
 
 def test_seeds_of_another_beginning_are_others(tmp_path: Path) -> None:
@@ -946,12 +906,7 @@ def test_a_save_that_comes_when_environments_have_ended_does_not_end_the_loop(tm
 
 
 def test_a_folder_of_a_longer_run_keeps_the_new_one(tmp_path: Path, caplog: Any) -> None:
-    with (run := begun(fragment_length=32)):
-        next(run.batches())
-        longer = run.save(tmp_path)
-    with (run := begun()):
-        next(run.batches())
-        path = run.save(tmp_path)
+    longer, path = saved(tmp_path, begun(fragment_length=32)), saved(tmp_path)
     assert f"{longer} is of another run, which was longer: it is moved to other-{longer.name}" in caplog.text
     assert path.is_dir()
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / f"other-{longer.name}"]
@@ -1083,7 +1038,7 @@ def test_what_an_environment_draws_goes_on_with_what_it_says(tmp_path: Path) -> 
     rounds = learnt(run, 1)
     first = next(rounds)
     run.close()
-    assert json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())["environments"] == [["state"]]
+    assert told_of_environments(tmp_path) == [["state"]]
     assert [first, *learnt(Rollout.resume(tmp_path, Drawing), 3)] == whole
 
 

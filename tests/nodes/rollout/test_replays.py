@@ -4,7 +4,6 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,14 +12,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from kill_runs import digest, filtered, modules_of, weights_of
 from together import Together
 
-from rollflow import Checkpoints, Forward, MeanStdFilter, MultiAgentRollout, Rollout, TrainerStream, Watch
+from rollflow import Checkpoints, Forward, MultiAgentRollout, Rollout, TrainerStream, Watch
 from rollflow.nodes.rollout import schedule
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import CheckpointError
-from rollflow.stream.data.tree import leaves_of
 
 ROUNDS = 5
 NAN = float("nan")
@@ -49,15 +48,7 @@ class LateTogether(Together):
         super().__init__({agent: Late() for agent in "ab"})
 
 
-def digest(batch: Any) -> int:
-    total = 0
-    for _, column in sorted(batch.items()):
-        for leaf in [digest(column)] if isinstance(column, dict) else leaves_of(column):
-            total = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), total)
-    return total
-
-
-def learnt(watch: Watch, rounds: int = ROUNDS, **options: Any) -> Iterator[int]:
+def learnt(watch: Watch, rounds: int = ROUNDS, **options: Any) -> Iterator[str]:
     """Digests of the batches of a run that learns, with draws of torch's own generator, and of its weights."""
     torch.manual_seed(0)
     options = {"env": Late, "num_envs": 4, "fragment_length": 8, "seed": 3, "watch": watch} | options
@@ -66,19 +57,13 @@ def learnt(watch: Watch, rounds: int = ROUNDS, **options: Any) -> Iterator[int]:
     with rollout:
         for number, batch in enumerate(rollout.batches(), 1):
             yield digest(batch)
-            parts = {"": rollout.module} if isinstance(rollout, Rollout) else dict(rollout.module.items())
-            for part in parts.values():
+            for part in modules_of(rollout).values():
                 for each in part.parameters():
                     each.data += 0.01 * torch.randn_like(each)
-            states = {name: part.state_dict() for name, part in parts.items()}
-            rollout.publish(states.get("", states))
+            rollout.publish(weights_of(rollout))
             if number == rounds:
                 break
-    yield digest(rollout.module.state_dict())
-
-
-def filtered(env: Any) -> Any:
-    return MeanStdFilter()
+    yield digest(weights_of(rollout))
 
 
 AGENTS: dict[str, Any] = {"env": LateTogether, "env_to_module_connector": filtered, "num_envs": 3, "lanes": 3}
@@ -125,7 +110,7 @@ def test_a_run_that_is_saved_and_resumed_while_it_is_recorded_is_replayed(tmp_pa
     recorded = list(learnt(Watch(record=tmp_path / "first"), **options))
     assert list(learnt(Watch(replay=tmp_path / "first"), **options)) == recorded
 
-    def resumed(**watch: Any) -> list[int]:
+    def resumed(**watch: Any) -> list[str]:
         options = {"checkpoints": None, "watch": Watch(**watch)}
         with Rollout.resume(sorted(tmp_path.glob("checkpoint-*"))[-1], Late, **options) as rollout:
             return [digest(batch) for batch, _ in zip(rollout.batches(), range(3), strict=False)]
@@ -140,7 +125,7 @@ def test_a_program_without_a_seed_is_replayed_with_the_one_that_was_drawn(tmp_pa
 
 @pytest.mark.anyio
 async def test_an_async_loop_is_replayed_in_its_own_thread(tmp_path: Path) -> None:
-    async def batches(watch: Watch) -> list[int]:
+    async def batches(watch: Watch) -> list[str]:
         async with Rollout(Late, num_envs=3, where="threads", fragment_length=4, watch=watch, num_fragments=3) as run:
             return [digest(batch) async for batch in run.batches()]
 

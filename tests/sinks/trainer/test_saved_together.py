@@ -1,38 +1,26 @@
 """One checkpoint of a trainer and its rollouts: all of them go on from it as if they had never stopped."""
 
-import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from feeding_rollouts import SHORT, fed, graph_over, rollout_of, running, trainer
+from kill_runs import digest, filtered
 from killed_feeds import kill_and_go_on
 
-from rollflow import MeanStdFilter, Rollout, TrainerStream, feed
+from rollflow import Rollout, TrainerStream, feed
 from rollflow.stream.data.errors import CheckpointError, WireError
 
 BATCHES, STOP = 7, 3
 
 
-def filtered(env: Any) -> MeanStdFilter:
-    return MeanStdFilter()
-
-
 def cartpole(seed: int, **options: Any) -> Rollout:
     options = {"num_envs": 3, "fragment_length": 8, "env_to_module_connector": filtered, **options}
     return Rollout("CartPole-v1", seed=seed, **options)
-
-
-def digest(batch: Any) -> str:
-    found = hashlib.sha256()
-    for name, column in sorted(batch.items()):
-        found.update(name.encode() + np.ascontiguousarray(column).tobytes())
-    return found.hexdigest()
 
 
 def learnt(stream: TrainerStream, policy: Any, folder: Path | None = None) -> Iterator[str]:
