@@ -46,6 +46,8 @@ class EpisodeWindow:
     """
 
     def __init__(self, window: int = 100) -> None:
+        # Key of a lane -> number of its last fragment, and f64[N]: rewards of open episodes so far, NaN where unknown.
+        self._open: dict[tuple[Any, ...], tuple[int, NDArray[np.float64]]] = {}
         self.count = 0
         self.on_finished: Callable[[FinishedEpisode], None] | None = None
         self._window = window = checked_count("window", window, 1)
@@ -53,8 +55,9 @@ class EpisodeWindow:
         self.lengths: deque[int] = deque(maxlen=window)
 
     def get_state(self) -> dict[str, Any]:
-        """The episodes counted."""
-        return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths)}
+        """The episodes counted, and the rewards of open ones."""
+        opened = [[*key, last, so_far.copy()] for key, (last, so_far) in self._open.items()]
+        return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths), "open": opened}
 
     def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
         """Count on from what `get_state` gave.
@@ -63,6 +66,8 @@ class EpisodeWindow:
         """
         self.count = 0
         self.take(state["count"], state["returns"], state["lengths"])
+        opened = state["open"] if goes_on else ()
+        self._open = {tuple(key): (last, so_far.copy()) for *key, last, so_far in opened}
 
     def take(self, count: int, returns: Iterable[float], lengths: Iterable[int]) -> None:
         """Add `count` episodes that were added up elsewhere; of the newest come returns and lengths, oldest first."""
@@ -87,11 +92,6 @@ class EpisodeReturns(EpisodeWindow):
     fragments, or if it ended because its environment was lost. Rewards are those in the column `rewards`, f32[T, N],
     before a learner piece changes them. Call it with the fragments of one rollout; use `add` for several rollouts.
     """
-
-    def __init__(self, window: int = 100) -> None:
-        super().__init__(window)
-        # (source, lane) -> number of its last fragment, and f64[N]: rewards of open episodes so far, NaN where unknown
-        self._open: dict[tuple[Hashable, int], tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: Fragment) -> None:
         """Add one fragment; one that has been added changes nothing, as if two nodes of a graph see it."""
@@ -129,16 +129,6 @@ class EpisodeReturns(EpisodeWindow):
         """Forget the open episodes of a lane that has ended."""
         self._open.pop((source, lane), None)
 
-    def get_state(self) -> dict[str, Any]:
-        """The episodes counted, and the rewards of open ones."""
-        opened = [[*key, last, so_far.copy()] for key, (last, so_far) in self._open.items()]
-        return {**super().get_state(), "open": opened}
-
-    def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
-        super().set_state(state)
-        opened = state["open"] if goes_on else ()
-        self._open = {(source, lane): (last, so_far.copy()) for source, lane, last, so_far in opened}
-
 
 class AgentReturns(EpisodeWindow):
     """Sink that adds up rewards over fragments of several agents, and keeps the last `window` finished episodes.
@@ -156,16 +146,15 @@ class AgentReturns(EpisodeWindow):
     def __init__(self, window: int = 100) -> None:
         super().__init__(window)
         self.by_module: dict[Any, EpisodeReturns] = {}
-        # lane -> number of its last fragment, and f64[N]: rewards of open episodes so far, NaN where unknown
-        self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: MultiAgentFragment) -> None:
         """Add one fragment; one that has been added changes nothing, as if two nodes of a graph see it."""
-        if fragments.sequence <= self._open.get(fragments.lane, _NEVER)[0]:
+        key = (fragments.lane,)
+        if fragments.sequence <= self._open.get(key, _NEVER)[0]:
             return
         self._add_agents(fragments)
         clock, num_envs = fragments.clock, fragments.num_envs
-        last, so_far = self._open.get(fragments.lane, (-1, np.full(num_envs, np.nan)))
+        last, so_far = self._open.get(key, (-1, np.full(num_envs, np.nan)))
         if fragments.sequence != last + 1:
             so_far = np.full(num_envs, np.nan)
         begun_here = clock.started >= clock.first
@@ -180,32 +169,27 @@ class AgentReturns(EpisodeWindow):
             ended[env] += 1
             if np.isnan(sums[env, nth]) or is_lost:
                 continue
-            key, total = (env, int(clock.numbers[env]) + nth), float(sums[env, nth])
+            episode, total = (env, int(clock.numbers[env]) + nth), float(sums[env, nth])
             length = end - clock.start(env, nth)
             self.take(1, [total], [length])
             if self.on_finished is not None:
-                custom_data = dict(fragments.custom_data.get(key, {}))
-                id_, lane = fragments.episode_id(*key), fragments.lane
+                custom_data = dict(fragments.custom_data.get(episode, {}))
+                id_, lane = fragments.episode_id(*episode), fragments.lane
                 self.on_finished(FinishedEpisode(id_, lane, env, total, length, not is_truncated, custom_data))
-        self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), counts]
+        self._open[key] = fragments.sequence, sums[np.arange(num_envs), counts]
         if fragments.is_last:
             self._forget(fragments.lane, len(fragments.parts))
 
     def get_state(self) -> dict[str, Any]:
         """The episodes counted, in all and by module, and the rewards of open ones."""
-        return {
-            **super().get_state(),
-            "by_module": [[module_id, each.get_state()] for module_id, each in self.by_module.items()],
-            "open": [[lane, last, so_far.copy()] for lane, (last, so_far) in self._open.items()],
-        }
+        by_module = [[module_id, each.get_state()] for module_id, each in self.by_module.items()]
+        return {**super().get_state(), "by_module": by_module}
 
     def set_state(self, state: Mapping[str, Any], *, goes_on: bool = True) -> None:
-        super().set_state(state)
+        super().set_state(state, goes_on=goes_on)
         for module_id, each in state["by_module"]:
             self.by_module[module_id] = returns = EpisodeReturns(self._window)
             returns.set_state(each, goes_on=goes_on)
-        if goes_on:
-            self._open = {lane: (last, so_far.copy()) for lane, last, so_far in state["open"]}
 
     def _add_agents(self, fragments: MultiAgentFragment) -> None:
         for place, part in enumerate(fragments.parts):
@@ -216,7 +200,7 @@ class AgentReturns(EpisodeWindow):
 
     def _forget(self, lane: int, num_parts: int) -> None:
         """Forget the open episodes of a lane that has ended."""
-        del self._open[lane]
+        del self._open[lane,]
         for returns in self.by_module.values():
             for place in range(num_parts):
                 returns.forget((place, lane), lane)

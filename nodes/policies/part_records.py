@@ -272,10 +272,6 @@ def _array(name: Any, where: str, arrays: ArraysByName) -> NDArray[Any]:
     return arrays.pop(name)
 
 
-def _tensor(name: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> torch.Tensor:
-    return torch.from_numpy(_array(name, where, arrays))
-
-
 def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> dict[Any, Any]:
     places = enumerate(pairs)
     return dict([from_plain(each, f"{where}/{place}", arrays, allow) for each in pair] for place, pair in places)

@@ -346,7 +346,7 @@ class RolloutDoctor(Doctor):
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
-        told = () if self._tracing.fragments is None else fragments
+        told = () if self.traced is None else fragments
         self._told = [(fragment.lane, fragment.sequence) for fragment in told]
         self._counters.given, self._learnt = clock(), self._learner.busy_ns
 
@@ -362,6 +362,6 @@ class RolloutDoctor(Doctor):
 
     def _end_update(self) -> None:
         """Record what the reader did with its last round, once the learner pipeline had made a batch of it."""
-        given, self._counters.given, trace = self._counters.given, None, self._tracing.fragments
+        given, self._counters.given, trace = self._counters.given, None, self.traced
         if given is not None and self._told and trace is not None:
             trace.update(self._told, given + self._learner.busy_ns - self._learnt, clock())

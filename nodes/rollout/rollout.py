@@ -88,7 +88,7 @@ class Rollout(RolloutLoop[Fragment]):
     on_excess                "drop"    "drop" leaves out what is older; "pace" holds the rollout back
 
     Speed of forward passes while acting
-    forward                  Forward   `Forward`: passes over several lanes, in a thread, flat or compiled
+    forward                  Forward   `Forward`: passes over several lanes, flat or compiled
     device                   None      Where passes are done; None: where the module is
 
     Other

@@ -13,7 +13,6 @@ another manifest has taken its place: after a kill at any moment, the last whole
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,10 @@ class CheckpointFolder(LockedFolder):
                 (path / name).unlink(missing_ok=True)
             raise
         self.newest = REPLAY.manifest_of(manifest)
-        if into is None:
-            self._remove_all_but(named)
+        for left in () if into is not None else _OURS:  # of older checkpoints, and of those that were never finished
+            for file in self.path.glob(left):
+                if file.name not in named:
+                    file.unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any]:
         """The state that was written last. Raises ReplayError, with its name, for a file that is missing or altered."""
@@ -115,23 +116,14 @@ class CheckpointFolder(LockedFolder):
         return state
 
     def _state_of(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        read = partial(self._part, manifest["files"])
+        def read(name: str) -> Any:
+            return unpacked(REPLAY, REPLAY.read_file(self.path, name, manifest["files"]), name)
+
         state: dict[str, Any] = read(manifest["index"])
         for (_, table), record in zip(state["tables"], manifest["tables"], strict=True):
             if table["columns"] is not None:
                 table["columns"]["blocks"] = dict(enumerate(map(read, record["blocks"])))
         return state
-
-    def _part(self, files: Mapping[str, Any], name: str) -> Any:
-        """The state, or the block, in a file of the manifest's."""
-        return unpacked(REPLAY, REPLAY.read_file(self.path, name, files), name)
-
-    def _remove_all_but(self, names: set[str]) -> None:
-        """Remove the files of older checkpoints, and of those that were never finished."""
-        for pattern in _OURS:
-            for path in self.path.glob(pattern):
-                if path.name not in names:
-                    path.unlink(missing_ok=True)
 
 
 def _without_blocks(table: Sequence[Any]) -> list[Any]:

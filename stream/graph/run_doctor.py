@@ -33,62 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollflow.doctor")
 
 
-class Tracing:
-    """Has the meters and nodes of a run write one trace.
-
-    Nodes that have a method `take_trace(name, trace)` are given their name and a `FragmentTrace`, and None at its end.
-
-    counters     of the run
-
-    fragments    the trace of a rollout's own lanes; None: nothing is traced
-    """
-
-    def __init__(self, counters: RunCounters) -> None:
-        self.fragments: FragmentTrace | None = None
-        self._counters = counters
-        self._end: Callable[[], object] | None = None  # while there is a trace
-        self._lock = Lock()  # held while the trace begins, and while it is taken from what writes it
-
-    def begin(self, path: str | PathLike[str] | None) -> None:
-        """Begin a trace to a file; None: none. Raises OSError if it can't be written."""
-        if path is None:
-            return
-        graph, end = self._counters.graph, weakref.WeakMethod(self.end)
-        with self._lock:
-            trace = Trace(open_trace(path), f"rollflow {graph.name}", lambda: _call_if_there(end()))
-            self._end = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
-            self.fragments = FragmentTrace(trace, "")
-            rollouts = {"": self.fragments}  # by the prefix of their nodes
-            for name, take_trace in graph.having("take_trace"):
-                prefix = "".join(name.rpartition("/")[:2])
-                take_trace(name, rollouts.setdefault(prefix, FragmentTrace(trace, prefix)))
-            for meter in self._counters.meters:
-                meter.take_trace(node_trace(trace, meter.name))
-
-    def end(self) -> None:
-        """End the trace, written to its end; again does nothing. From any thread."""
-        with self._lock:
-            end, self._end = self._end, None
-            self.fragments = None
-            if end is not None:
-                self._take_from()
-        if end is not None:
-            end()  # waits for the trace's thread, which may wait for the lock
-
-    def _take_from(self) -> None:
-        """Have no meter and no node write any more; what is under way is written as far as it has come."""
-        under_way = self._counters.under_way
-        for meter in self._counters.meters:
-            busy, now = meter.trace, clock()
-            meter.take_trace(None)
-            if busy is not None and meter.name in under_way:
-                busy["busy"](now - under_way[meter.name], now)
-        for name, take_trace in self._counters.graph.having("take_trace"):
-            take_trace(name, None)
-
-
 def _call_if_there(end: Callable[[], None] | None) -> None:
-    """End a run's tracing; None: the run has been forgotten."""
+    """End a run's trace; None: the run has been forgotten."""
     if end is not None:
         end()
 
@@ -102,6 +48,9 @@ class Doctor(Probe):
     trace_to   file for a trace; None: there is none
 
     is_over    whether it watches no more
+    traced     the trace of a rollout's own lanes; None: nothing is traced
+
+    Nodes that have a method `take_trace(name, trace)` are given their name and a `FragmentTrace`, and None at its end.
     """
 
     def __init__(
@@ -117,12 +66,15 @@ class Doctor(Probe):
         self._stopping = Event()
         self._thread: Thread | None = None
         self._answering = ExitStack()
-        self._tracing = Tracing(counters)
+        self.traced: FragmentTrace | None = None
+        self._end_trace: Callable[[], object] | None = None  # while there is a trace
+        self._lock = Lock()  # held while the trace begins, and while it is taken from what writes it
         self._socket = RunSocket(snapshot)
 
     def start(self) -> None:
         """Begin. Raises OSError if the trace can't be written."""
-        self._tracing.begin(self._trace_to)
+        if self._trace_to is not None:
+            self._begin_trace(self._trace_to)
         if self._rules.after is not None and not self._stopping.is_set():
             self._answering.enter_context(answering_dumps())
             arguments = weakref.ref(self), self._watch, self._rules, self._stopping
@@ -137,7 +89,7 @@ class Doctor(Probe):
         if self._thread is not None and self._thread is not current_thread():
             self._thread.join(1.0)
         self._answering.close()
-        self._tracing.end()
+        self.end_trace()
         self.is_over = True
 
     def seen(self, report: Report) -> dict[str, Any]:
@@ -147,6 +99,43 @@ class Doctor(Probe):
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now."""
         return self._watch.diagnose()
+
+    # The trace
+
+    def _begin_trace(self, path: str | PathLike[str]) -> None:
+        """Begin a trace to a file. Raises OSError if it can't be written."""
+        graph, end = self._counters.graph, weakref.WeakMethod(self.end_trace)
+        with self._lock:
+            trace = Trace(open_trace(path), f"rollflow {graph.name}", lambda: _call_if_there(end()))
+            self._end_trace = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
+            self.traced = FragmentTrace(trace, "")
+            rollouts = {"": self.traced}  # by the prefix of their nodes
+            for name, take_trace in graph.having("take_trace"):
+                prefix = "".join(name.rpartition("/")[:2])
+                take_trace(name, rollouts.setdefault(prefix, FragmentTrace(trace, prefix)))
+            for meter in self._counters.meters:
+                meter.take_trace(node_trace(trace, meter.name))
+
+    def end_trace(self) -> None:
+        """End the trace, written to its end; again does nothing. From any thread."""
+        with self._lock:
+            end, self._end_trace = self._end_trace, None
+            self.traced = None
+            if end is not None:
+                self._take_from()
+        if end is not None:
+            end()  # waits for the trace's thread, which may wait for the lock
+
+    def _take_from(self) -> None:
+        """Have no meter and no node write any more; what is under way is written as far as it has come."""
+        under_way = self._counters.under_way
+        for meter in self._counters.meters:
+            busy, now = meter.trace, clock()
+            meter.take_trace(None)
+            if busy is not None and meter.name in under_way:
+                busy["busy"](now - under_way[meter.name], now)
+        for name, take_trace in self._counters.graph.having("take_trace"):
+            take_trace(name, None)
 
 
 def _watch_run(doctor: "weakref.ref[Doctor]", watch: StallWatch, rules: StallRules, stopping: Event) -> None:

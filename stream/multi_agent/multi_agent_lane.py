@@ -276,13 +276,8 @@ class MultiAgentLane:
                 f"{other.observation_space} and actions in {other.action_space}, but this one's are in "
                 f"{lane.part.observation_space} and {lane.part.action_space}: expected the same spaces under one module"
             )
-        return self._place_for(module)
-
-    def _place_for(self, module: Any) -> int:
-        """The module's place; a new module takes the next one."""
-        place = self._places.get(module)
-        if place is None:
-            place = self._places[module] = len(self.modules)
+        place = self._places.setdefault(module, len(self.modules))
+        if place == len(self.modules):  # a new module takes the next one
             self.modules.append(module)
         return place
 

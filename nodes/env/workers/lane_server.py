@@ -9,7 +9,7 @@ import pickle
 import selectors
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,16 +87,10 @@ class LaneServer:
             return b""
         if kind is FrameKind.LAYOUT:
             fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
-            self._seeds = fields["seeds"]
-            self._goes_on = fields.get("goes_on")
-            if fields.get("records"):
+            self._seeds, self._goes_on = fields["seeds"], fields.get("goes_on")
+            if fields["records"]:
                 self._env.record_actions()
-            if self._has_several:
-                self._env.number_from(fields["first_slot"])
-                self._infos = InfoCodec(self._env.possible_agents, fields["first_slot"])
-            else:
-                spaces = self._env.env.single_observation_space, self._env.env.single_action_space
-                self._layout = lane_block(*spaces, self._env.num_envs, fields["rows"], fields["lookback"])
+            self._lay_out(fields)
             return b""
         failed, self._env = self._env, None
         if failed is not None:
@@ -106,6 +100,15 @@ class LaneServer:
         self._has_several = isinstance(self._env, LaneEnvs)
         self.phase.set_blended(not self._env.tell_resets(self.phase.turn))
         return frame_with(FrameKind.READY, self._description())
+
+    def _lay_out(self, fields: Mapping[str, Any]) -> None:
+        """Take what the layout says beside how the environments begin."""
+        if self._has_several:
+            self._env.number_from(fields["first_slot"])
+            self._infos = InfoCodec(self._env.possible_agents, fields["first_slot"])
+        else:
+            spaces = self._env.env.single_observation_space, self._env.env.single_action_space
+            self._layout = lane_block(*spaces, self._env.num_envs, fields["rows"], fields["lookback"])
 
     def _description(self) -> bytes:
         """The payload that describes the environments. Raises EnvError for agents that have no packed form."""

@@ -7,7 +7,7 @@ that. Everything else is as in `lane_server`.
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from sys import byteorder
 from typing import Any
 
@@ -30,7 +30,7 @@ from rollflow.nodes.env.workers.lane_server import LaneClosed, LaneServer, failu
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import info_of
-from rollflow.stream.data.packing import pack, unpack
+from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import Tree, map_tree
 
 ANSWERED = Columns.OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS
@@ -65,26 +65,22 @@ class ReadyServer(LaneServer):
                     self._send(frame_with(FrameKind.DONE, pack({"slot": one.slot, "anew": given})))
                     self._tell(~one.slot)
             return frame_with(FrameKind.DONE, b"")
-        if kind is FrameKind.LAYOUT:
-            fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
-            self._seeds, self._first, slots = fields["seeds"], fields["first_slot"], fields["slots"]
-            self._goes_on = fields.get("goes_on")
-            if fields["records"]:
-                self._env.record_actions()
-            space, actions = self._env.env.single_observation_space, self._env.env.single_action_space
-            self._layout, self._join = lane_block(space, actions, slots, 1, 0), joiner_of_slots(space)
-            self._one_action = batch_space(actions, 1)
-        elif kind is FrameKind.BLOCK:
+        if kind is FrameKind.BLOCK:
             columns = self._columns = self._layout.columns(SharedBlock(asked.number, asked.fd).taken())
             self._actions = map_tree(lambda leaf: leaf[0], columns[Columns.ACTIONS].tree)
             self._plain = [columns[name].tree[0] for name in ANSWERED[1:]]
-        else:
-            answer = super()._do(asked)
-            if kind is FrameKind.MAKE:
-                self._asked = {}
-                self._slots()  # or an error
-            return answer
-        return b""
+            return b""
+        answer = super()._do(asked)
+        if kind is FrameKind.MAKE:
+            self._asked = {}
+            self._slots()  # or an error
+        return answer
+
+    def _lay_out(self, fields: Mapping[str, Any]) -> None:
+        self._first, space = fields["first_slot"], self._env.env.single_observation_space
+        actions = self._env.env.single_action_space
+        self._layout, self._join = lane_block(space, actions, fields["slots"], 1, 0), joiner_of_slots(space)
+        self._one_action = batch_space(actions, 1)
 
     def _slots(self) -> Sequence[OneSlot]:
         slots: Sequence[OneSlot] = self._env.slots([self.phase.turn] * self._env.num_envs, self._first)

@@ -186,7 +186,7 @@ def test_a_step_that_is_under_way_at_the_end_is_there_as_far_as_it_has_come(tmp_
         batches = rollout.batches()
         next(batches)
         assert rollout._doctor is not None
-        ends.append(rollout._doctor._tracing.end)
+        ends.append(rollout._doctor.end_trace)
         next(batches)
     events = events_of(path)
     assert_nested(events)

@@ -56,7 +56,7 @@ def test_nothing_is_kept_of_a_lane_that_has_left(tmp_path: Path) -> None:
         taken += [next(fragments) for _ in range(5)]
         assert [len(lane.modules) for lane in rollout.environments.lanes] == [1, 0, 0]
         of_lanes = [lane for _, lane in rollout.returns.by_module["default_policy"]._open]
-        assert (of_lanes, list(rollout.returns._open)) == ([0], [0])
+        assert (of_lanes, list(rollout.returns._open)) == ([0], [(0,)])
         rollout.drain()
         taken += list(fragments)
         check_laws(rollout, taken, tmp_path, 3)
