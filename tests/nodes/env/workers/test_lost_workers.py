@@ -74,7 +74,7 @@ def test_what_is_open_ends_as_truncated_and_says_why(
         assert rollout.lost == {"workers": 1}
         assert rollout.returns.count == 0  # it is no episode's return
     lost, begun = first.episodes()
-    assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 2 if apart else 3, False)
+    assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 3, False)
     assert [int(row[2]) for row in lost.get_observations(slice(None))] == [0, 1, 2, 3, 4, 5]
     why = {"kill": "was killed by SIGKILL", "raise": "RuntimeError: it broke"}
     why = why.get(fate, "no answer to a step within 1.0 s")
