@@ -38,7 +38,11 @@ def pendulum() -> Any:
     return gym.make("Pendulum-v1", max_episode_steps=30)
 
 
-WRAPPED: Mapping[str, Make] = {
+SINGLE: dict[str, Make] = {id_: partial(gym.make, id_) for id_ in (*CLASSIC, *TOY_TEXT)} | {
+    mode: partial(gym.make_vec, "CartPole-v1", num_envs=3, vectorization_mode=mode)
+    for mode in ("vector_entry_point", "sync")
+}
+SINGLE |= {
     "stacked": lambda: wrappers.FrameStackObservation(pendulum(), 3),
     "normalized": lambda: wrappers.NormalizeObservation(wrappers.NormalizeReward(pendulum())),
     "delayed": lambda: wrappers.DelayObservation(pendulum(), 2),
@@ -47,6 +51,7 @@ WRAPPED: Mapping[str, Make] = {
     "counted": lambda: wrappers.RecordEpisodeStatistics(pendulum()),
     "autoreset": lambda: wrappers.Autoreset(pendulum()),
     "function": lambda: wrappers.TransformReward(pendulum(), lambda reward: 2 * reward),
+    "below a wrapper": lambda: wrappers.TimeLimit(SaysIts(), 40),
 }
 
 
@@ -132,14 +137,9 @@ def check(make: Make, steps: int = 80) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("id_", [*CLASSIC, *TOY_TEXT])
-def test_classic_and_text_environments_go_on_to_the_bit(id_: str) -> None:
-    check(lambda: gym.make(id_))
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_wrappers_that_count_and_draw_go_on_to_the_bit(name: str) -> None:
-    check(WRAPPED[name])
+@pytest.mark.parametrize("name", SINGLE)
+def test_environments_and_wrappers_go_on_to_the_bit(name: str) -> None:
+    check(SINGLE[name])
 
 
 @pytest.mark.parametrize("id_", ["Ant-v5", *(pytest.param(each, marks=pytest.mark.slow) for each in MUJOCO)])
@@ -162,11 +162,6 @@ def test_atari_goes_on_to_the_bit(id_: str) -> None:
 def test_minatar_goes_on_to_the_bit() -> None:
     made = needs("minatar.gym").BaseEnv  # not `register_envs`, which may be called once in a process
     check(lambda: made("breakout"))
-
-
-@pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
-def test_vector_environments_go_on_to_the_bit(mode: str) -> None:
-    check(lambda: gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode=mode))
 
 
 AGENTS: Mapping[str, Make] = {
@@ -229,10 +224,6 @@ def test_what_no_attribute_shows_of_an_environment_of_petting_zoo_is_named(make:
     play_agents(env, seen, np.random.default_rng(0), 9)
     with pytest.raises(EnvError, match=r"the state of a Group .*can't be read"):
         state_of(env)
-
-
-def test_an_environment_says_its_own_state_below_a_wrapper() -> None:
-    check(lambda: gym.wrappers.TimeLimit(SaysIts(), 40))
 
 
 def test_a_generator_that_no_seed_made_goes_on() -> None:

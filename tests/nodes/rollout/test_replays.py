@@ -232,33 +232,45 @@ def test_other_settings_than_those_of_the_run_are_named(options: Any, match: str
         next(learnt(Watch(replay=tmp_path / "run"), **options))
 
 
-class Departing(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole; from its step number `at` on what is in `what` is another in every second run."""
+class Altered(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole; of the observation and the reward of its step number `at` others are made."""
 
-    what, at, is_replay = "obs", 10**9, False
+    at = 10**9
 
     def __init__(self) -> None:
         super().__init__(gym.make("CartPole-v1"))
         self.count = 0
 
+    def made(self, observation: Any, reward: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
     def step(self, action: Any) -> Any:
         observation, reward, *rest = super().step(action)
         self.count += 1
-        if self.is_replay and self.count == self.at:
-            observation, reward = (observation + 1, reward) if self.what == "obs" else (observation, 0.5)
+        if self.count == self.at:
+            observation, reward = self.made(observation, reward)
         return observation, reward, *rest
 
 
-@pytest.mark.parametrize(("what", "step", "named"), [("rewards", 20, "'rewards'"), ("obs", 13, "'obs', .*'vf_preds'")])
+def alter(patch: pytest.MonkeyPatch, at: int, made: Any) -> None:
+    patch.setattr(Altered, "at", at)
+    patch.setattr(Altered, "made", lambda env, observation, reward: made(observation, reward))
+
+
+@pytest.mark.parametrize(
+    ("made", "step", "row", "named"),
+    [
+        (lambda observation, reward: (observation, 0.5), 20, 19, "'rewards'"),
+        (lambda observation, reward: (observation + 1, reward), 13, 13, "'obs', .*'vf_preds'"),  # of the step behind
+    ],
+)
 def test_the_first_departure_is_named(
-    what: str, step: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Any, step: int, row: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"env": Departing, "num_envs": 1, "where": "threads"}
+    options = {"env": Altered, "num_envs": 1, "where": "threads"}
     list(learnt(Watch(record=tmp_path / "run"), **options))
-    for name, value in {"what": what, "at": step, "is_replay": True}.items():
-        monkeypatch.setattr(Departing, name, value)
-    number = step - (what == "rewards")  # an observation is that of the step behind
-    with pytest.raises(RunError, match=f"the run departs from the one that .*: lane 0, vector step {number}: {named}"):
+    alter(monkeypatch, step, made)
+    with pytest.raises(RunError, match=f"the run departs from the one that .*: lane 0, vector step {row}: {named}"):
         list(learnt(Watch(replay=tmp_path / "run"), **options))
 
 
@@ -282,31 +294,14 @@ def test_other_weights_than_those_that_were_published_are_named(tmp_path: Path) 
         run(Watch(replay=tmp_path / "run"), 1, 1.5)
 
 
-class Faulty(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole with an observation that is NaN, or a reward of 7, in its step number 11."""
-
-    fault: Any = None
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self.count = 0
-
-    def step(self, action: Any) -> Any:
-        observation, reward, *rest = super().step(action)
-        self.count += 1
-        if self.count == 11:
-            observation, reward = (observation * NAN, reward) if self.fault == "nan" else (observation, 7.0)
-        return observation, reward, *rest
-
-
 @pytest.mark.parametrize("kind", ["nan", "reward", "episode", "function"])
 def test_a_replay_stops_where_it_is_asked_to(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Faulty, "fault", kind)
+    alter(monkeypatch, 11, lambda seen, reward: (seen * NAN, reward) if kind == "nan" else (seen, 7.0))
     fragments: list[Any] = []
 
     def run(watch: Watch) -> None:
         options: dict[str, Any] = {"num_envs": 2, "lanes": 2, "where": "threads", "fragment_length": 6, "seed": 0}
-        with Rollout(Faulty, module=lambda rows: np.zeros(len(rows), np.int64), watch=watch, **options) as rollout:
+        with Rollout(Altered, module=lambda rows: np.zeros(len(rows), np.int64), watch=watch, **options) as rollout:
             for number, fragment in enumerate(rollout.fragments()):
                 fragments.append(fragment)
                 if number == 7:
