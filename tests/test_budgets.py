@@ -36,14 +36,14 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/device": (1141, 10),  # states of lanes and environments of tensors, for checkpoints
     "nodes/env": (2487, 29),  # states of environments of several agents; replayed rewards compared
     "nodes/env/remote": (1539, 14),  # lanes on hosts go on; hosts of another version refused
-    "nodes/env/workers": (2508, 35),  # states of environments of several agents; states of whole rollouts
+    "nodes/env/workers": (2504, 35),  # states of environments of several agents; states of whole rollouts
     "nodes/external": (237, 3),  # an address checked before the thread starts
     "nodes/launch": (366, 9),
     "nodes/logs": (603, 10),  # rows that are made again go
-    "nodes/metrics": (594, 10),  # returns of several agents that go on; columns on a device
+    "nodes/metrics": (583, 10),  # returns of several agents that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
-    "nodes/policies": (1900, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
+    "nodes/policies": (1898, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
     "nodes/rollout": (2605, 27),  # lost workers replayed; generators of GPUs; what lanes are is a part of the layout
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
@@ -52,14 +52,14 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks": (30, 0),
     "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
-    "sinks/replay": (2054, 27),  # clients of a host bounded; a task that waits for a replay is woken
+    "sinks/replay": (2049, 27),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2803, 25),  # layouts shared; saved together, and given states; record and replay refused
     "stream": (64, 0),
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
     "stream/fragments": (1636, 20),  # layouts shared; answers that wait, and the state of slots in rows of their own
-    "stream/graph": (2522, 34),  # items that are away; starts wait for gates; stages that are wrapped
-    "stream/multi_agent": (1482, 18),  # layouts shared; lanes of several agents that go on; open episodes saved
+    "stream/graph": (2517, 33),  # items that are away; starts wait for gates; stages that are wrapped
+    "stream/multi_agent": (1479, 18),  # layouts shared; lanes of several agents that go on; open episodes saved
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1177, 17),
     "stream/wire": (972, 17),  # items missed of rollouts that a state does not know
