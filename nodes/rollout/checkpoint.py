@@ -132,7 +132,7 @@ class RunCheckpoints:
         if how is None:
             return
         folder = _made(how.folder)
-        if _there(folder) and (self.resumed_from is None or self.resumed_from.parent != folder):
+        if _there(folder) and not (self.resumed_from and self.resumed_from.resolve().parent == folder.resolve()):
             raise CheckpointError(
                 f"{folder} has checkpoints of another run; expected Rollout.resume({str(folder)!r}), or another folder"
             )

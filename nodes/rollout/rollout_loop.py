@@ -326,16 +326,19 @@ class RolloutLoop(abc.ABC, Generic[F]):
         with holding_interrupts(error):
             if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
                 return
-            if error is None and self._rounds.error is None:
-                self._checkpoints.save_last()
-            self._state, error_before = "closing", error or self._rounds.error
-            self._stop_doctor()
+            error_before = error or self._rounds.error
             try:
-                if self._drive is not None:
-                    with noting_in(error, "the rollout"):
-                        self._drive.close(error)
+                if error_before is None:
+                    self._checkpoints.save_last()
             finally:
-                self._end(error_before)
+                self._state = "closing"
+                self._stop_doctor()
+                try:
+                    if self._drive is not None:
+                        with noting_in(error, "the rollout"):
+                            self._drive.close(error)
+                finally:
+                    self._end(error_before)
 
     def start(self) -> Self:
         """Begin to run, as `with rollout:` does, for a run that spans cells of a notebook; `close()` ends it.
@@ -808,10 +811,12 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._relay.take(())
         for evaluations, _ in self._beside:
             evaluations.close()
-        self.log.end()
-        if self._options.schedule is not None:
-            self._options.schedule.flush(is_last=True)
-        self._checkpoints.end()
+        try:
+            self.log.end()
+            if self._options.schedule is not None:
+                self._options.schedule.flush(is_last=True)
+        finally:
+            self._checkpoints.end()
 
     def interrupt(self, error: BaseException) -> None:
         """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost.

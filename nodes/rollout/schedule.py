@@ -179,12 +179,14 @@ class Recording:
         del self.events[: len(events)]  # the ring may add to them meanwhile
         self._fragments = []
         del self._reasons[: len(reasons)]
-        if events or fragments or is_last:
-            last = {"is_last": True} if is_last else {}
-            self._write({"events": events.tobytes(), "reasons": reasons, "fragments": fragments, **last})
-        if is_last:
-            self._file.close()
-            self._file = None
+        try:
+            if events or fragments or is_last:
+                last = {"is_last": True} if is_last else {}
+                self._write({"events": events.tobytes(), "reasons": reasons, "fragments": fragments, **last})
+        finally:
+            if is_last:
+                self._file.close()
+                self._file = None
 
     def _write(self, block: Mapping[str, Any]) -> None:
         payload = zlib.compress(pack(block), 1)

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -56,6 +57,7 @@ from rollflow import (
     RolloutHost,
     Timeouts,
     TorchEnvs,
+    Watch,
 )
 from rollflow.nodes import RandomModule
 from rollflow.nodes.env.workers.ready_slots import ReadySlots
@@ -905,6 +907,28 @@ def test_a_save_that_comes_when_environments_have_ended_does_not_end_the_loop(tm
     assert "no checkpoint is saved: the run has ended" in caplog.text
 
 
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"where": "threads"}], ids=str)
+def test_a_run_whose_last_save_fails_ends_all_the_same(options: Any, tmp_path: Path) -> None:
+    folder, before = tmp_path / "run", set(threading.enumerate())
+    run = begun(checkpoints=Checkpoints(folder), **options)
+    with pytest.raises(CheckpointError, match=r"run: .*; expected a folder"), run:
+        next(run.batches())
+        folder.rmdir()
+        folder.touch()
+    assert "closed" in repr(run)
+    assert run.environments.is_closed
+    assert set(threading.enumerate()) == before
+
+
+def test_a_recording_that_cannot_be_ended_leaves_no_thread(tmp_path: Path, monkeypatch: Any) -> None:
+    before = set(threading.enumerate())
+    run = begun(checkpoints=Checkpoints(tmp_path / "run"), watch=Watch(record=tmp_path / "run.schedule"))
+    with pytest.raises(OSError, match="No space left"), run:
+        next(run.batches())
+        monkeypatch.setattr(run._options.schedule, "_write", Mock(side_effect=OSError(28, "No space left on device")))
+    assert set(threading.enumerate()) == before
+
+
 def test_a_folder_of_a_longer_run_keeps_the_new_one(tmp_path: Path, caplog: Any) -> None:
     longer, path = saved(tmp_path, begun(fragment_length=32)), saved(tmp_path)
     assert f"{longer} is of another run, which was longer: it is moved to other-{longer.name}" in caplog.text
@@ -988,7 +1012,7 @@ def test_what_was_attached_is_not_lost_where_nothing_is_attached(tmp_path: Path)
     np.testing.assert_array_equal(counter.state["array"], [7, 7, 7])
 
 
-def test_a_folder_of_another_run_is_refused_and_a_copy_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_refused_and_a_copy_is_a_run_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
     first = tmp_path / "first"
     with (run := begun(checkpoints=Checkpoints(first))):
         next(run.batches())
@@ -1002,6 +1026,8 @@ def test_a_folder_of_another_run_is_refused_and_a_copy_is_a_run_of_its_own(tmp_p
         next(run.batches())
     assert sorted(first.iterdir()) == there
     assert len(list((tmp_path / "copy").iterdir())) == 2
+    monkeypatch.chdir(tmp_path)
+    Rollout.resume(first, checkpoints=Checkpoints("first")).start().close()  # the same folder by another path
 
 
 def test_a_save_in_another_thread_is_refused(tmp_path: Path) -> None:
