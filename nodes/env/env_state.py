@@ -220,7 +220,7 @@ def _own_of(value: Any, where: str) -> Any:
     """
     if isinstance(value, dict):
         return {key: _own_of(each, f"{where}[{key!r}]") for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(_own_of(each, f"{where}[{place}]") for place, each in enumerate(value))
     is_plain = library_of(value) is not np or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
     if not (is_plain or value is None or isinstance(value, bool | int | float | str | np.generic)):

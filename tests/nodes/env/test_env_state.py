@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -53,6 +53,11 @@ SINGLE |= {
     "function": lambda: wrappers.TransformReward(pendulum(), lambda reward: 2 * reward),
     "below a wrapper": lambda: wrappers.TimeLimit(SaysIts(), 40),
 }
+
+
+class Place(NamedTuple):
+    x: int
+    y: int
 
 
 class SaysIts(gym.Env[Any, Any]):
@@ -224,6 +229,15 @@ def test_what_no_attribute_shows_of_an_environment_of_petting_zoo_is_named(make:
     play_agents(env, seen, np.random.default_rng(0), 9)
     with pytest.raises(EnvError, match=r"the state of a Group .*can't be read"):
         state_of(env)
+
+
+@pytest.mark.parametrize("value", [{1}, b"text", Place(1, 2), np.array([None])], ids=repr)
+def test_what_no_file_can_have_of_what_an_environment_says_is_named(value: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(SaysIts, "get_state", lambda self: {"at": [value]})
+    with pytest.raises(
+        EnvError, match=r"SaysIts\.get_state\(\)\['at'\]\[0\] is .*, which can't be saved; expected numbers"
+    ):
+        state_of(SaysIts())
 
 
 def test_a_generator_that_no_seed_made_goes_on() -> None:
