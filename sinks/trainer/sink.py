@@ -412,6 +412,9 @@ class TrainerSink:
         try:
             rollout: Any = self._rollout
             self._check_has_state()
+            while self._gate.is_shut:  # for a trainer that asked before, and may be gone
+                await anyio.sleep(_STAND_S)
+                self._check_has_state()
             with self._gate.shut():
                 self._notify()  # fragments come, also if they are more than the trainer takes
                 while not rollout.stands_still(self._gate.stopped, self._gate.given):

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from feeding_rollouts import SHORT, fed, graph_over, rollout_of, running, trainer
@@ -13,6 +14,8 @@ from kill_runs import digest, filtered
 from killed_feeds import kill_and_go_on
 
 from rollflow import Rollout, TrainerStream, feed
+from rollflow.sinks.trainer.pace_gate import PaceGate
+from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.stream.data.errors import CheckpointError, WireError
 
 BATCHES, STOP = 7, 3
@@ -91,6 +94,32 @@ def test_no_two_rollouts_go_on_from_one_state(address: str, tmp_path: Path) -> N
             with pytest.raises(WireError, match=told), running(graph, rollout, sink) as late:
                 late.ended.result(30.0)
             next(iter(stream))
+
+
+class Standing:
+    """In place of a rollout: its lanes stand still once it has been asked twice."""
+
+    def __init__(self, gate: PaceGate) -> None:
+        self.gate, self.asked, self.was_shut = gate, 0, list[bool]()
+
+    def stands_still(self, *of_gate: Any) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def capture(self, standing_still: Any) -> Any:
+        self.was_shut.append(self.gate.is_shut)
+        return {"environments": []}, 0
+
+
+@pytest.mark.anyio
+async def test_a_state_for_the_next_trainer_is_read_while_lanes_stand_still(address: str) -> None:
+    sink: Any = TrainerSink(address)
+    sink._gate = PaceGate(sink._session, "the trainer", None, lambda: None)
+    sink._drawn = rollout = Standing(sink._gate)
+    async with anyio.create_task_group() as tasks:
+        for cut in (1, 2):  # the first one has been asked for by a trainer that was killed
+            tasks.start_soon(sink._answer, cut)
+    assert rollout.was_shut == [True, True]
 
 
 def test_what_can_not_be_saved_or_gone_on_from_is_refused(address: str, tmp_path: Path) -> None:
