@@ -28,6 +28,7 @@ from weakref import WeakMethod
 import numpy as np
 import torch
 
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.part_records import packed, to_plain, unpacked
 from rollflow.nodes.policies.space_text import described
@@ -180,8 +181,10 @@ class RunCheckpoints:
 
         waits    return once it is written; else what writing raises is raised by the next call
 
-        Raises RunError if it does not run, CheckpointError for what can't be saved, and OSError.
+        Raises RunError if it does not run, CheckpointError for what can't be saved, ValueError for a `keep` below 1,
+        and OSError.
         """
+        check_numbers(keep=(keep, 1))
         self._raise_written()
         capture, began = self._capture(), monotonic()
         assert capture is not None

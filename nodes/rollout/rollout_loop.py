@@ -645,7 +645,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         keep    newest checkpoints that are kept there
 
         Lanes stop at their next step for as long as their state is copied. Raises RunError if it does not run, and
-        CheckpointError for what can't be saved: what pieces keep with episodes, and infos, are to be plain values.
+        CheckpointError for what can't be saved: what pieces keep with episodes, and infos, are to be plain values; and
+        ValueError for a `keep` below 1.
         """
         return self._checkpoints.save(folder, keep)
 

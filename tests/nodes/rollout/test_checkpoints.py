@@ -782,6 +782,9 @@ def test_a_run_that_stands_still_or_has_custom_objects_is_refused(tmp_path: Path
     with run:
         next(run.batches())
         run.environments.lanes[0].episodes[0].custom_data["what"] = object()
+        for keep in (0, -1, 2.5):
+            with pytest.raises(ValueError, match=r"keep is .*, expected a whole number from 1 on"):
+                run.save(tmp_path, keep=keep)
         with pytest.raises(CheckpointError, match=r"the run can't be saved: state/lanes.*object"):
             run.save(tmp_path)
         assert list(tmp_path.iterdir()) == []
