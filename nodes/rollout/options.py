@@ -129,7 +129,8 @@ class Watch:
                    first number that is none; a number, at the first reward above it; an episode's id, at its end; or
                    a function of an episode, which is asked after each step with what the fragment has of it
 
-    Raises ValueError for a number of seconds that is not above 0, another word, and both of `record` and `replay`.
+    Raises ValueError for a number of seconds that is not above 0, another word, an `until` of
+    another type, and both of `record` and `replay`.
     """
 
     stall_after: float | None = 5.0
@@ -149,6 +150,8 @@ class Watch:
             raise ValueError("record and replay of Watch are both given, expected one of them")
         if self.until is not None and self.replay is None:
             raise ValueError(f"until={shown(self.until)} is where a replay stops, expected replay as well")
+        if not (self.until is None or callable(self.until) or isinstance(self.until, str | int | float)):
+            raise ValueError(f"until is {shown(self.until)}, expected 'nan', a number, an episode's id or a function")
 
     def stall_rules(self) -> StallRules:
         """The rules of the stall doctor."""

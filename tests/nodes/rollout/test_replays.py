@@ -342,6 +342,8 @@ def test_what_cannot_be_recorded_or_replayed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.raises(ValueError, match="record and replay of Watch are both given"):
         Watch(record=path, replay=path)
+    with pytest.raises(ValueError, match=r"until is \[1\], expected 'nan', a number, an episode's id or a function"):
+        Watch(replay="a", until=[1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="until='nan' is where a replay stops, expected replay as well"):
         Watch(until="nan")
     with pytest.raises(ValueError, match=r"Watch\(record=…\) is for environments that step here.*RolloutProcesses"):
