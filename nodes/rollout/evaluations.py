@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -120,7 +121,7 @@ class Evaluations:
         """What another process finds; None: it was broken off. Raises EnvError if that fails."""
         with tempfile.TemporaryDirectory(prefix="rollflow-") as folder:
             path = Path(folder, "found")
-            call = pickled(_Call(play, path), [("the policy or env", play)], "an evaluation")
+            call = pickled(partial(_play, play, path), [("the policy or env", play)], "an evaluation")
             process = ProgramProcess(call, f"evaluation-{steps}", _PRELOAD)
             try:
                 while (end := process.wait(_LOOK_S)) is None:
@@ -136,20 +137,14 @@ class Evaluations:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+def _play(play: Callable[[], Found], path: Path, name: str) -> None:
     """What the other process does: plays, and writes what it has found, or the text of an error, to a path."""
-
-    play: Callable[[], Found]
-    path: Path
-
-    def __call__(self, name: str) -> None:
-        found: Found | str
-        try:
-            found = self.play()
-        except Exception as error:
-            found = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        self.path.write_bytes(pickle.dumps(found))
+    found: Found | str
+    try:
+        found = play()
+    except Exception as error:
+        found = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    path.write_bytes(pickle.dumps(found))
 
 
 def _by_agent(found: Found) -> dict[str, Evaluation]:

@@ -69,7 +69,6 @@ class MultiAgentLane:
         self._first_env = first_env
         self._mapping, self._make_shared_data = mapping, shared_data
         self._part_of: dict[Any, tuple[int, Any]] = {}  # module id -> its part, and the first agent that it served
-        self._places: dict[Any, int] = {}
         self._place_of_agent = {
             agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)
         }
@@ -179,7 +178,7 @@ class MultiAgentLane:
         """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
         for lane in self.parts:
             lane.release()
-        by_module = (self.modules, self._places, self._part_of, self._shared_data)
+        by_module: Sequence[Any] = self.modules, self._part_of, self._shared_data
         for each in (*by_module, self.turns):
             each.clear()
 
@@ -205,7 +204,6 @@ class MultiAgentLane:
         modules    by place. Before the first step of this lane
         """
         self.modules[:] = modules
-        self._places = {module: place for place, module in enumerate(modules)}
         self._part_of = {module_id: (part, agent) for module_id, part, agent in state["served"]}
         self.clock, self.sequence, self.vector_steps = begun.clock, begun.sequence, state["vector_steps"]
         self.custom_data = {key: dict(data) for key, data in begun.custom_data.items()}
@@ -276,10 +274,9 @@ class MultiAgentLane:
                 f"{other.observation_space} and actions in {other.action_space}, but this one's are in "
                 f"{lane.part.observation_space} and {lane.part.action_space}: expected the same spaces under one module"
             )
-        place = self._places.setdefault(module, len(self.modules))
-        if place == len(self.modules):  # a new module takes the next one
+        if module not in self.modules:
             self.modules.append(module)
-        return place
+        return self.modules.index(module)
 
     def _record_infos(self, infos: Sequence[Infos], envs: Sequence[int], *, are_first: bool = False) -> None:
         of_parts: list[dict[int, Mapping[str, Any]]] = [{} for _ in self.parts]

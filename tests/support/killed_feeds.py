@@ -1,21 +1,16 @@
 """A trainer and rollouts that feed it, killed at any moment and started again: nothing is lost, or handed over twice.
 
-    PYTHONPATH=tests/support python -m killed_feeds unix tcp shm --kills 200
-
 Environments number their transitions over their whole life, which goes on where a rollout goes on from a checkpoint. A
 rollout that begins anew has other environments. The trainer keeps the number of the last transition that it was handed
 of each, beside its policy: the next has to be the one behind it. What a trainer without `ack="manual"` is not handed
 again has to be counted in `missed`, and what is too old in `lost`.
 """
 
-import argparse
 import json
 import logging
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -173,24 +168,3 @@ def kill_and_go_on(
             process.kill()
             process.join()
     return killed
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kinds", nargs="*", default=["unix"])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--options", default='{"ack": "manual"}')
-    args = parser.parse_args()
-    for kind in args.kinds:
-        folder = Path(tempfile.mkdtemp(prefix="killed-feeds-"))
-        began = time.monotonic()
-        killed = kill_and_go_on(kind, folder, args.kills, seed=args.seed, **json.loads(args.options))
-        last = (folder / "saved.notes").read_text().splitlines()[-1]
-        sys.stdout.write(
-            f"{kind} {dict(killed)} steps, left out, told, lives: {last} {time.monotonic() - began:.0f} s\n"
-        )
-
-
-if __name__ == "__main__":
-    main()

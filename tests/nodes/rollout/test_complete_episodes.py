@@ -9,6 +9,7 @@ import pytest
 import torch
 from ending_agent_envs import DoomedAgents
 from ending_envs import Doomed
+from kill_runs import TWO
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
@@ -32,11 +33,7 @@ from rollflow.sinks import Episodes
 from rollflow.stream.data.errors import RunError
 
 ONE: dict[str, Any] = {"model_config": DefaultModelConfig(fcnet_hiddens=[4])}
-SEVERAL: dict[str, Any] = {
-    **ONE,
-    "module": {"first": None, "others": None},
-    "agent_to_module_mapping_fn": lambda agent, episode: "first" if agent == "agent 0" else "others",
-}
+SEVERAL: dict[str, Any] = ONE | TWO
 
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])

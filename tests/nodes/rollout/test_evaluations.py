@@ -19,6 +19,12 @@ NUMBERED = partial(NumberedEnv, 0)
 OPTIONS: dict[str, Any] = {"num_envs": 2, "fragment_length": 10, "seed": 0}
 
 
+def play_and_wait(rollout: Any, evaluations: Any) -> None:
+    """Go through a rollout's batches, each once the evaluation before it has ended."""
+    for _ in rollout.batches():
+        evaluations.wait()
+
+
 class Breaks(gym.Wrapper[Any, Any, Any, Any]):
     """Gives an observation that is in no space."""
 
@@ -53,8 +59,7 @@ def test_a_better_policy_of_an_earlier_run_stays(tmp_path: Path) -> None:
         policy.trained_on["mean_return"] = 1e6
         save_all({tmp_path: policy})
         evaluations = rollout.evaluate_every(20, episodes=2, best=tmp_path)
-        for _ in rollout.batches():
-            evaluations.wait()
+        play_and_wait(rollout, evaluations)
     assert evaluations.done
     assert Policy.load(tmp_path).trained_on["mean_return"] == 1e6
 
@@ -63,8 +68,7 @@ def test_agents_are_evaluated_together(tmp_path: Path) -> None:
     agents, log = partial(NumberedAgents, 0, nested=0), f"jsonl:{tmp_path / 'log'}"
     with MultiAgentRollout(agents, num_fragments=3, log=log, **OPTIONS) as rollout:
         evaluations = rollout.evaluate_every(20, episodes=2, seed=4, best=tmp_path / "best")
-        for _ in rollout.batches():
-            evaluations.wait()
+        play_and_wait(rollout, evaluations)
         expected = rollout.evaluate(episodes=2, seed=4)
     [*_, last] = evaluations.done
     assert last.found.keys() == expected.keys()  # type: ignore[union-attr]
@@ -79,8 +83,7 @@ def test_agents_are_evaluated_together(tmp_path: Path) -> None:
 def test_an_evaluation_that_fails_is_told_and_the_rollout_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), Rollout(NUMBERED, num_fragments=3, **OPTIONS) as rollout:
         evaluations = rollout.evaluate_every(20, env=lambda: Breaks(NumberedEnv(0)))
-        for _ in rollout.batches():
-            evaluations.wait()
+        play_and_wait(rollout, evaluations)
     assert not evaluations.done
     assert "evaluation at 20 steps failed: ColumnError" in caplog.text
     assert "expected observations in Box" in caplog.text

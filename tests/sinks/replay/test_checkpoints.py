@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from kill_runs import TWO
 from newest_sampler import Newest
 from numbered_agents import NumberedTeam
 from property_examples import examples
@@ -312,19 +313,11 @@ def test_a_replay_elsewhere_is_refused_with_what_saves_it(tmp_path: Path) -> Non
             run.attach(replay=client)
 
 
-def by_number(agent: str, episode: Any) -> str:
-    return "first" if agent == "agent 0" else "others"
-
-
 RUNS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "one agent": (Rollout, "CartPole-v1", {}),
     "lanes in threads": (Rollout, "CartPole-v1", {"lanes": 2, "where": "threads", "deterministic": True}),
     "ahead": (Rollout, "CartPole-v1", {"lanes": 2, "prefetch": 1, "deterministic": True}),
-    "several agents": (
-        MultiAgentRollout,
-        partial(NumberedTeam, 0, nested=0),
-        {"module": {"first": None, "others": None}, "agent_to_module_mapping_fn": by_number},
-    ),
+    "several agents": (MultiAgentRollout, partial(NumberedTeam, 0, nested=0), TWO),
 }
 
 
