@@ -44,7 +44,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
     "nodes/policies": (1898, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2616, 27),  # lost workers replayed; generators of GPUs; runs end whose last save fails
+    "nodes/rollout": (2613, 26),  # lost workers replayed; generators of GPUs; runs end whose last save fails
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (810, 20),
@@ -59,7 +59,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/episodes": (1670, 13),
     "stream/fragments": (1636, 20),  # layouts shared; answers that wait, and the state of slots in rows of their own
     "stream/graph": (2517, 33),  # items that are away; starts wait for gates; stages that are wrapped
-    "stream/multi_agent": (1479, 18),  # layouts shared; lanes of several agents that go on; open episodes saved
+    "stream/multi_agent": (1476, 18),  # layouts shared; lanes of several agents that go on; open episodes saved
     "stream/net": (932, 13),  # looks before TLS begins; sockets that listen and ends of connections
     "stream/observe": (1177, 17),
     "stream/wire": (972, 17),  # items missed of rollouts that a state does not know
