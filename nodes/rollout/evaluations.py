@@ -13,10 +13,11 @@ from typing import Any
 
 from rollflow.nodes.env.workers.worker_process import pickled
 from rollflow.nodes.launch.process_launcher import ProgramProcess
-from rollflow.nodes.policies.artifact_files import MANIFEST, read_files
+from rollflow.nodes.policies.artifact_files import MANIFEST, check_target, read_files
 from rollflow.nodes.policies.evaluation import Evaluation
 from rollflow.nodes.policies.policy import Policy, save_all
-from rollflow.stream.data.errors import EnvError, RollflowError
+from rollflow.nodes.policies.space_text import described
+from rollflow.stream.data.errors import EnvError, PolicyError, RollflowError
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +51,21 @@ class Evaluations:
     """Evaluates a rollout's newest weights every so many environment steps, and keeps the best policy on disk.
 
         steps    environment steps from one evaluation to the next
-        best     folder of the policy with the highest mean return so far; None: none is kept
+        best     path -> policy, of those that are kept if their mean return is the highest so far; {}: none is
 
         done     the evaluations that have ended, the oldest first
 
     An evaluation that is due while another is under way begins when that has ended. One that fails is logged, and the
     rollout goes on. One that is under way at the end of the rollout is broken off.
+
+    Raises PolicyError if something else than such a policy is at one of the paths.
     """
 
-    def __init__(self, steps: int, best: str | Path | None, log: Callable[[str, float], None]) -> None:
+    def __init__(self, steps: int, best: Mapping[Path, Policy], log: Callable[[str, float], None]) -> None:
         self.done: list[EvaluationBeside] = []
-        self._steps, self._best, self._log = steps, None if best is None else Path(best), log
+        self._steps, self._log = steps, log
         self._due = 0
-        self._highest = _mean_of(self._best)
+        self._highest = max(map(_mean_before, best, best.values()), default=float("-inf"))
         self._thread = ThreadPoolExecutor(1, "rollflow evaluation")
         self._last: Future[None] | None = None
         self._is_closed = False
@@ -74,15 +77,16 @@ class Evaluations:
         begins, self._due = self._due > 0, (steps // self._steps + 1) * self._steps
         return begins
 
-    def begin(
-        self, steps: int, version: Any, play: Callable[[], Found], policies: Callable[[Path], Mapping[Path, Policy]]
-    ) -> None:
+    def begin(self, steps: int, version: Any, play: Callable[[], Found], best: Mapping[Path, Policy]) -> None:
         """Begin one.
 
-        play        plays in the other process; holds copies
-        policies    path -> policy that is saved there, of those that play
+        play    plays in the other process; holds copies
+        best    path -> policy that is saved there, of those that play
         """
-        self._last = self._thread.submit(self._evaluate, steps, version, play, policies)
+        self._last = self._thread.submit(self._evaluate, steps, version, play, best)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} every {self._steps:,} steps: {len(self.done)} done>"
 
     def wait(self) -> None:
         """Wait until the evaluation that is under way has ended."""
@@ -94,21 +98,28 @@ class Evaluations:
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _evaluate(self, steps: int, version: Any, play: Callable[[], Found], policies: Any) -> None:
+    def _evaluate(self, steps: int, version: Any, play: Callable[[], Found], best: Mapping[Path, Policy]) -> None:
         try:
             found = self._found(play, steps)
-            if found is None:
-                return
-            ended = EvaluationBeside(steps, version, found)
-            if self._best is not None and ended.mean > self._highest:
-                made = policies(self._best)
-                for policy in made.values():
-                    policy.trained_on[_MEAN] = ended.mean
-                save_all(made)
-                self._highest = ended.mean
         except (RollflowError, OSError) as error:
             logger.warning("the evaluation at %s steps failed: %s", f"{steps:,}", error)
             return
+        if found is None:
+            logger.warning(
+                "the evaluation at %s steps was broken off by the end of the rollout; expected evaluations.wait() "
+                "before, in its block",
+                f"{steps:,}",
+            )
+            return
+        ended = EvaluationBeside(steps, version, found)
+        if best and ended.mean > self._highest:
+            self._highest = ended.mean
+            for policy in best.values():
+                policy.trained_on[_MEAN] = ended.mean
+            try:
+                save_all(best)
+            except (RollflowError, OSError) as error:
+                logger.warning("the best policy, of %s steps, can't be saved: %s", f"{steps:,}", error)
         self.done.append(ended)
         for name, each in _by_agent(found).items():
             self._log(f"eval/return{name}", each.mean)
@@ -151,10 +162,18 @@ def _by_agent(found: Found) -> dict[str, Evaluation]:
     return {"": found} if isinstance(found, Evaluation) else {f"/{agent}": each for agent, each in found.items()}
 
 
-def _mean_of(folder: Path | None) -> float:
-    """Mean return of the best policy in a folder: an earlier run may have left one."""
-    if folder is not None:
-        for path in (folder, *sorted(folder.glob("*"))):
-            if (path / MANIFEST).is_file():
-                return float(read_files(path)[0]["trained_on"].get(_MEAN, float("-inf")))
-    return float("-inf")
+def _mean_before(path: Path, policy: Policy) -> float:
+    """Mean return of the policy at a path, which an earlier run may have left. Raises PolicyError for another kind."""
+    check_target(path)
+    if not (path / MANIFEST).is_file():
+        return float("-inf")
+    manifest, _ = read_files(path)
+    before = manifest["trained_on"]
+    spaces = {name: described(getattr(policy, name)) for name in ("observation_space", "action_space")}
+    facts = before.get("environment"), policy.trained_on.get("environment")
+    if facts[0] != facts[1] or any(manifest[name] != space for name, space in spaces.items()):
+        raise PolicyError(
+            f"{path} has a policy that was trained in {facts[0] or spaces}, and this one is in {facts[1] or 'others'}; "
+            "expected another folder for the best policy"
+        )
+    return float(before.get(_MEAN, float("-inf")))

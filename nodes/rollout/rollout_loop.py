@@ -585,16 +585,17 @@ class RolloutLoop(abc.ABC, Generic[F]):
         returned has them all. Raises ValueError for numbers below 1, and PolicyError as `evaluate` does.
         """
         check_numbers(steps=(steps, 1), episodes=(episodes, 1))
-        play, *_ = self._played(env, episodes, options)  # raises what is wrong
+        folder = None if best is None else Path(best)
+        play, policies, _ = self._played(env, episodes, options)  # raises what is wrong
         try:
             signature(play)
         except ValueError:
             raise TypeError(f"evaluate_every got {sorted(options)}, expected keywords of evaluate") from None
-        evaluations = Evaluations(steps, best, self.log)
+        evaluations = Evaluations(steps, {} if folder is None else policies(folder), self.log)
 
         def begin(evaluations: Evaluations) -> None:
             play, policies, version = self._played(env, episodes, options)
-            evaluations.begin(self.num_steps, version, play, policies)
+            evaluations.begin(self.num_steps, version, play, {} if folder is None else policies(folder))
 
         self._beside.append((evaluations, begin))
         return evaluations

@@ -13,6 +13,7 @@ from numbered_env import NumberedEnv
 
 from rollflow import MultiAgentRollout, Policy, Rollout
 from rollflow.nodes.policies.policy import save_all
+from rollflow.stream import PolicyError
 
 pytestmark = pytest.mark.slow  # processes play
 NUMBERED = partial(NumberedEnv, 0)
@@ -64,6 +65,30 @@ def test_a_better_policy_of_an_earlier_run_stays(tmp_path: Path) -> None:
     assert Policy.load(tmp_path).trained_on["mean_return"] == 1e6
 
 
+def test_a_folder_of_something_else_is_refused_before_the_run(tmp_path: Path) -> None:
+    with Rollout("Acrobot-v1", **OPTIONS) as rollout:
+        rollout.save_policy(tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    with Rollout("CartPole-v1", **OPTIONS) as rollout:
+        for name, text in (
+            ("other", "was trained in Acrobot-v1, and this one is in CartPole-v1"),
+            ("file", "something"),
+        ):
+            with pytest.raises(PolicyError, match=text):
+                rollout.evaluate_every(20, best=tmp_path / name)
+
+
+def test_an_evaluation_stays_when_its_policy_can_not_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Rollout("CartPole-v1", num_fragments=2, **OPTIONS) as rollout:
+        evaluations = rollout.evaluate_every(20, episodes=2, best=tmp_path / "best")
+        (tmp_path / "best").write_text("")
+        for _ in rollout.batches():
+            evaluations.wait()
+    assert evaluations.done
+    assert repr(evaluations) == f"<Evaluations every 20 steps: {len(evaluations.done)} done>"
+    assert "can't be saved: there is something else at" in caplog.text
+
+
 def test_agents_are_evaluated_together(tmp_path: Path) -> None:
     agents, log = partial(NumberedAgents, 0, nested=0), f"jsonl:{tmp_path / 'log'}"
     with MultiAgentRollout(agents, num_fragments=3, log=log, **OPTIONS) as rollout:
@@ -89,12 +114,13 @@ def test_an_evaluation_that_fails_is_told_and_the_rollout_goes_on(caplog: pytest
     assert "expected observations in Box" in caplog.text
 
 
-def test_an_evaluation_under_way_ends_with_the_rollout() -> None:
+def test_an_evaluation_under_way_ends_with_the_rollout(caplog: pytest.LogCaptureFixture) -> None:
     with Rollout(NUMBERED, num_fragments=2, **OPTIONS) as rollout:
         evaluations = rollout.evaluate_every(20, episodes=10**6)
         for _ in rollout.batches():
             pass
     assert not evaluations.done
+    assert "was broken off by the end of the rollout" in caplog.text
 
 
 def test_a_wrong_keyword_is_refused() -> None:
