@@ -402,7 +402,7 @@ def read(path: str | os.PathLike[str], kind: StoredKind = RUN) -> tuple[Path, St
     there = _there(folder)
     chosen = there[-1] if there else folder
     if not there and not (folder / kind.manifest).is_file():
-        raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that rollout.save() was given")
+        raise CheckpointError(f"there is no checkpoint at {folder}, expected a folder that save() was given")
     try:
         state = _state_at(chosen, kind)
     except CheckpointError as error:

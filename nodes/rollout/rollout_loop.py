@@ -263,7 +263,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
         if self._options.checkpoints is not None:
-            raise GraphError("checkpoints are saved by a loop over the rollout, and no graph has one; expected none")
+            raise GraphError(
+                "checkpoints are saved by a loop over the rollout, and no graph has one; expected none, or "
+                "stream.save() where a trainer elsewhere has the loop"
+            )
         if self._options.schedule is not None:
             raise GraphError("record and replay of Watch are for a loop over the rollout, expected neither in a graph")
         self._check_fits()

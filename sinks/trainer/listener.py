@@ -472,5 +472,7 @@ def _replace_lost(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
     for other in others:
         if other is not source and other.life is PeerLife.AWAY and other.called == source.called:
             other.life = PeerLife.LOST
-            logger.warning("rollout %s has come in place of %s, which is not waited for", source.name, other.name)
+            logger.warning(
+                "rollout %s has come in place of %s, which went away and is waited for no more", source.name, other.name
+            )
             return

@@ -336,7 +336,9 @@ class TrainerStream:
         Raises RunError once a batch has been asked for, ValueError for anything but such a state.
         """
         if self._listener.is_open:
-            raise RunError("the stream has begun, expected load_state_dict before the first batch is asked for")
+            raise RunError(
+                "the stream has begun, expected resume or load_state_dict before the first batch is asked for"
+            )
         try:
             sources = [RolloutPeer.of_state(token, entry) for token, entry in state["sources"].items()]
             lost = {str(cause): number_in(count) for cause, count in state.get("lost", {}).items()}
