@@ -44,7 +44,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
     "nodes/policies": (1898, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2613, 26),  # lost workers replayed; generators of GPUs; runs end whose last save fails
+    "nodes/rollout": (2633, 26),  # best policies of other environments refused; lost workers replayed
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (810, 20),
@@ -53,7 +53,7 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/datasets": (1902, 19),
     "sinks/learner": (76, 4),
     "sinks/replay": (2049, 27),  # clients of a host bounded; a task that waits for a replay is woken
-    "sinks/trainer": (2806, 25),  # saved together, by one trainer after the other, and given states; replay refused
+    "sinks/trainer": (2810, 25),  # saved together, by one trainer after the other, and given states; replay refused
     "stream": (64, 0),
     "stream/data": (1610, 39),  # the episode of a replay that stops; files of all that is stored, from elsewhere
     "stream/episodes": (1670, 13),
