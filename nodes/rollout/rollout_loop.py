@@ -585,9 +585,12 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
         The rollout is never held up: an evaluation that is due while another is under way is late. Loops alone begin
         them, between two rounds. The log has `eval/return`, `eval/length` and `eval/version`; `done` of what is
-        returned has them all. Raises ValueError for numbers below 1, and PolicyError as `evaluate` does.
+        returned has them all. Raises ValueError for numbers below 1, RunError once it is closed, and PolicyError as
+        `evaluate` does.
         """
         check_numbers(steps=(steps, 1), episodes=(episodes, 1))
+        if self._state not in ("new", "running"):
+            raise RunError(f"the rollout is {self._state}, expected evaluate_every() before its loop, or in it")
         folder = None if best is None else Path(best)
         play, policies, _ = self._played(env, episodes, options)  # raises what is wrong
         try:

@@ -13,7 +13,7 @@ from numbered_env import NumberedEnv
 
 from rollflow import MultiAgentRollout, Policy, Rollout
 from rollflow.nodes.policies.policy import save_all
-from rollflow.stream import PolicyError
+from rollflow.stream import PolicyError, RunError
 
 pytestmark = pytest.mark.slow  # processes play
 NUMBERED = partial(NumberedEnv, 0)
@@ -129,3 +129,5 @@ def test_a_wrong_keyword_is_refused() -> None:
             rollout.evaluate_every(20, nums_envs=3)
         with pytest.raises(ValueError, match="steps is 0"):
             rollout.evaluate_every(0)
+    with pytest.raises(RunError, match="the rollout is closed"):
+        rollout.evaluate_every(20)
