@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -13,10 +13,14 @@ from rollflow.stream.data.errors import RunError
 
 _ENDING_S = 1.0  # for programs that are ending by themselves
 _LOOK_S = 3600.0  # that a program is waited for at a time
+_ANSWER_S = 5.0  # of an actor that is asked for its log
 
 
 class RayHost:
     """Actor without arguments, and without a state that a restart could lose: Ray calls `serve` again then."""
+
+    def __init__(self) -> None:
+        self._program: ProgramProcess | None = None
 
     def serve(self, call: bytes, name: str) -> tuple[str, str]:
         """Run a program that makes a call until it ends: how it ended, "" as it should, and what it wrote last.
@@ -24,10 +28,14 @@ class RayHost:
         It runs in a process of its own, which ends with the actor: what an environment does to its process, such as
         a segmentation fault, is said then.
         """
-        program = ProgramProcess(call, name)
+        self._program = program = ProgramProcess(call, name)
         while (end := program.wait(_LOOK_S)) is None:
             pass
         return end, program.log
+
+    def log(self) -> str:
+        """Lines that the program has written last."""
+        return "" if self._program is None else self._program.log
 
 
 class RayProgram:
@@ -61,8 +69,13 @@ class RayProgram:
 
     @property
     def log(self) -> str:
-        """Lines that it had written last when it ended; "" while it runs."""
-        return "" if self._ended is None else self._ended[1]
+        """Lines that it has written last; "" if its actor is not there."""
+        if self._ended is not None:
+            return self._ended[1]
+        try:
+            return str(ray.get(self._actor.log.remote(), timeout=_ANSWER_S))
+        except (RayError, GetTimeoutError):
+            return ""
 
     def kill(self) -> None:
         """End it now, with its actor."""
@@ -110,6 +123,7 @@ class RayLauncher:
             scheduling_strategy=strategy,
             max_restarts=-1,
             max_task_retries=-1,
+            max_concurrency=2,  # its log can be asked for while it serves
             **more,
         )
         return RayProgram(actor.remote(), call, f"ray-{number}")
