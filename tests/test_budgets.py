@@ -38,13 +38,13 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/env/remote": (1539, 14),  # lanes on hosts go on; hosts of another version refused
     "nodes/env/workers": (2504, 35),  # states of environments of several agents; states of whole rollouts
     "nodes/external": (237, 3),  # an address checked before the thread starts
-    "nodes/launch": (366, 9),
+    "nodes/launch": (377, 9),  # hosts on Ray asked for their log
     "nodes/logs": (603, 10),  # rows that are made again go
     "nodes/metrics": (583, 10),  # returns of several agents that go on; columns on a device
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
     "nodes/policies": (1898, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2633, 26),  # best policies of other environments refused; lost workers replayed
+    "nodes/rollout": (2635, 26),  # best policies of other environments refused; lost workers replayed
     "nodes/stages": (1918, 22),  # states of several modules; fragments shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (810, 20),
