@@ -1,9 +1,11 @@
 """Keywords of a rollout: checked, with their defaults, in frozen records."""
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, Literal, TypedDict, TypeVar
 
 import gymnasium as gym
@@ -123,14 +125,14 @@ class Watch:
     log_every      seconds between two rows of the log, at least
     log_x          x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
     metrics        what pieces log into; None: a `MetricsLogger`
-    record         file for what the seed does not determine, such as the order of lanes: for `replay`
+    record         new file for what the seed does not determine, such as the order of lanes: for `replay`
     replay         such a file: the program that wrote it gives the same batches once more, in the loop's thread alone
     until          what stops a replay, by a RunError that shows the episode, and has it as `episode`: "nan", at the
                    first number that is none; a number, at the first reward above it; an episode's id, at its end; or
                    a function of an episode, which is asked after each step with what the fragment has of it
 
-    Raises ValueError for a number of seconds that is not above 0, another word, an `until` of
-    another type, and both of `record` and `replay`.
+    Raises ValueError for a number of seconds that is not above 0, another word, another `until`, and both of `record`
+    and `replay`.
     """
 
     stall_after: float | None = 5.0
@@ -150,8 +152,11 @@ class Watch:
             raise ValueError("record and replay of Watch are both given, expected one of them")
         if self.until is not None and self.replay is None:
             raise ValueError(f"until={shown(self.until)} is where a replay stops, expected replay as well")
-        if not (self.until is None or callable(self.until) or isinstance(self.until, str | int | float)):
-            raise ValueError(f"until is {shown(self.until)}, expected 'nan', a number, an episode's id or a function")
+        until = self.until
+        is_text = isinstance(until, str) and (until == "nan" or until.lower() not in ("", "nan"))
+        is_number = isinstance(until, Real) and not isinstance(until, bool) and not math.isnan(until)
+        if not (until is None or is_text or is_number or callable(until)):
+            raise ValueError(f"until is {shown(until)}, expected 'nan', a number, an episode's id or a function")
 
     def stall_rules(self) -> StallRules:
         """The rules of the stall doctor."""

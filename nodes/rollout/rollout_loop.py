@@ -136,7 +136,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             of_credits = self.environments, lag, options.prefetch, self._counting, begin_lane
             by_lane = options.deterministic
             if isinstance(schedule, Recording):
-                self._check_place("Watch(record=…) is", _IN_ORDER[:3])
+                expected = "'inline', 'threads' or 'processes', with lanes=… for max_batch"
+                self._check_place("Watch(record=…) is", _IN_ORDER[:3], expected)
             if isinstance(schedule, ReplayedRun):
                 self._credits: FragmentCredits = ReplayedCredits(*of_credits, replay=schedule, by_lane=by_lane)
             elif by_lane:
@@ -175,14 +176,14 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """Raise ValueError if lanes can't be kept in order where they are."""
         if self._options.forward.max_batch is not None:
             raise ValueError(f"deterministic=True, but {JOINT_PASSES}, which are of whoever is ready; expected neither")
-        self._check_place("deterministic=True is", _IN_ORDER)
+        self._check_place("deterministic=True is", _IN_ORDER, "'inline', 'threads', 'processes' or 'rollouts'")
 
-    def _check_place(self, what: str, places: tuple[type, ...]) -> None:
-        """Raise ValueError, which begins with `what`, for another place than those."""
+    def _check_place(self, what: str, places: tuple[type, ...], expected: str) -> None:
+        """Raise ValueError, from `what` to `expected`, for another place than those."""
         if not isinstance(self.environments, places):
             raise ValueError(
                 f"{what} for environments that step here, in threads or in worker processes, and these are "
-                f"{type(self.environments).__name__}; expected where='inline', 'threads', 'processes' or 'rollouts'"
+                f"{type(self.environments).__name__}; expected where={expected}"
             )
 
     # Parts of a rollout
@@ -302,7 +303,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._checkpoints.begin()
             self._drive.begin_with(self._waiting)
             self._waiting = ()
-            self._drive.start()
+            with self._rounds.noting_failure():
+                self._drive.start()
             if self._generators is not None:
                 set_generators(self._generators)
 
@@ -822,7 +824,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         try:
             self.log.end()
             if self._options.schedule is not None:
-                self._options.schedule.flush(is_last=True)
+                self._options.schedule.end(error)
         finally:
             self._checkpoints.end()
 

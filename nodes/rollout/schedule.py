@@ -7,6 +7,7 @@ The first block has the settings of the run. Each of the others has, since the o
     reasons      of those losses
     fragments    of each that the loop took, as `entry_of` gives it
     is_last      there if the run was ended by its program
+    ended_by     the error that ended it, in words, if one did
 
 An event is a lane's number n, when the lane comes, or ~n, when it is in a forward pass; JOINTLY + count, before the
 lanes of a pass over several; LOADS + the number of a module, and two more: the version, the weights' checksum; or
@@ -14,12 +15,13 @@ LOST + a lane's number, before it comes whose worker was lost, and how often it 
 """
 
 import copy
+import logging
 import math
 import struct
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,12 +38,14 @@ from rollflow.nodes.env.workers.worker_node import WorkerNode
 from rollflow.nodes.stages.ring import JOINTLY, JointForward
 from rollflow.nodes.stages.rounds import FragmentCredits
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import CheckpointError, RunError
+from rollflow.stream.data.errors import CheckpointError, ModuleError, RunError
 from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.lane import Lane
 
+logger = logging.getLogger(__name__)
 MAGIC = b"rollflow schedule 1\n"
 LOST, LOADS = 1 << 29, 1 << 30
 EVERY_S = 0.1  # between two blocks, at least: each costs as much as some vector steps
@@ -138,7 +142,14 @@ class Recording:
         self._last = 0.0  # when a block was written
 
     def begin(self, settings: Mapping[str, str], first: Mapping[str, Any]) -> None:
-        """Begin the file, with what a replay begins with. Raises CheckpointError if it can't be written."""
+        """Begin the file, with what a replay begins with. Raises CheckpointError if it can't be written.
+
+        What an earlier run has written stays.
+        """
+        if self.path.is_file() and self.path.stat().st_size:
+            raise CheckpointError(
+                f"the run can't be recorded in {self.path}: there is such a file; expected another path, or replay="
+            )
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
@@ -169,30 +180,43 @@ class Recording:
         """Note a fragment that the loop has taken."""
         self._fragments.append(entry_of(fragment))
 
-    def flush(self, *, is_last: bool = False) -> None:
-        """Write what has come, if the last block is old enough. In the thread of the loop, or once that is over."""
-        if self._file is None or not (is_last or monotonic() - self._last >= EVERY_S):
-            return
-        self._last = monotonic()
+    def flush(self) -> None:
+        """Write what has come, if the last block is old enough. In the thread of the loop."""
+        if self._file is not None and monotonic() - self._last >= EVERY_S:
+            self._last = monotonic()
+            self._write_news({})
+
+    def end(self, error: BaseException | None) -> None:
+        """Write the rest, and what ended the run: an error, or its program. Once it is over."""
+        if self._file is not None:
+            try:
+                self._write_news({"is_last": True} if error is None else {"ended_by": _told(error)})
+            finally:
+                self._file.close()
+                self._file = None
+
+    def explained(self, error: Exception) -> Exception:
+        """The error that ended the ring, as it is."""
+        return error
+
+    def _write_news(self, last: Mapping[str, Any]) -> None:
         events, fragments = self.events[:], self._fragments
         reasons = self._reasons[:]  # those of the events, and maybe more
         del self.events[: len(events)]  # the ring may add to them meanwhile
         self._fragments = []
         del self._reasons[: len(reasons)]
-        try:
-            if events or fragments or is_last:
-                last = {"is_last": True} if is_last else {}
-                self._write({"events": events.tobytes(), "reasons": reasons, "fragments": fragments, **last})
-        finally:
-            if is_last:
-                self._file.close()
-                self._file = None
+        if events or fragments or last:
+            self._write({"events": events.tobytes(), "reasons": reasons, "fragments": fragments, **last})
 
     def _write(self, block: Mapping[str, Any]) -> None:
         payload = zlib.compress(pack(block), 1)
         self._sum = zlib.crc32(payload, self._sum)
         assert self._file is not None
         self._file.write(_BLOCK.pack(len(payload), self._sum) + payload)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 # Replaying
@@ -216,16 +240,27 @@ def found(until: Any, episode: Any) -> str:
     return f"a reward is {reward:g}" if reward > until else ""
 
 
-def stopped_at(episode: Any, text: str) -> RunError:
-    """The error of a replay that stops at an episode, which it shows: its last steps."""
-    error = RunError(f"lane {episode.lane}, slot {episode.slot}, step {episode.t - 1} of its episode: {text}")
+def place_of(episode: Any, step: int) -> str:
+    """The place of a step of an episode, in words."""
+    return f"lane {episode.lane}, slot {episode.slot}, step {step} of its episode"
+
+
+def stopped_at(episode: Any, text: str, at: int) -> RunError:
+    """The error of a replay that stops at a step of an episode, which it shows: its last steps."""
+    error = RunError(f"{place_of(episode, at)}: {text}")
     error.episode = episode
     error.add_note(f"episode {episode.id_}, {episode.t} steps so far")
     for step in range(max(0, len(episode) - _SHOWN), len(episode)):
         values = episode.get_observations(step), episode.get_actions(step), episode.get_rewards(step)
-        told = [" ".join(np.array2string(np.asarray(each), threshold=8, precision=4).split()) for each in values]
+        told = list(map(_in_short, values))
         error.add_note(f"step {episode.t_started + step}: obs {told[0]}, action {told[1]}, reward {told[2]}")
+    if at == episode.t:  # before it has an action
+        error.add_note(f"step {episode.t}: obs {_in_short(episode.get_observations(-1))}")
     return error
+
+
+def _in_short(value: Any) -> str:
+    return " ".join(np.array2string(np.asarray(value), threshold=8, precision=4).split())
 
 
 class ReplayedRun:
@@ -249,17 +284,17 @@ class ReplayedRun:
         self.parked: set[int] = set()
         self.lost: dict[int, tuple[int, str]] = {}
         self._reasons: deque[str] = deque()
-        self._under_way = 0  # lanes that were let in, and have no actions yet
+        self._under_way: dict[int, Any] = {}  # lanes that were let in, and have no actions yet
         self._at = self._seen = 0  # the next event, and fragment
         self._weights: list[tuple[Any, Any]] = []
-        self._events, self._fragments, self.is_whole = array("q"), list[Any](), False
+        self._events, self._fragments, self.is_whole, self._ended_by = array("q"), list[Any](), False, ""
         self.first: dict[str, Any] = {}
         for block in _blocks(self.path):
             self.first = self.first or block
             self._events.frombytes(block.get("events", b""))
             self._fragments += block.get("fragments", ())
             self._reasons += block.get("reasons", ())
-            self.is_whole = "is_last" in block
+            self.is_whole, self._ended_by = "is_last" in block, block.get("ended_by", "")
         if not self.first:
             raise CheckpointError(f"{self.path} has no whole block: its run was killed before it began")
 
@@ -297,21 +332,27 @@ class ReplayedRun:
         if not self.group or self.group[0] != index:
             return False
         self.parked.remove(self.group.popleft())
-        self._under_way += 1
+        self._under_way[index] = lane
         return True
 
-    def acts(self) -> None:
+    def acts(self, lane: int) -> None:
         """Take note that a lane has its actions."""
-        self._under_way -= 1
+        del self._under_way[lane]
 
-    def coming(self) -> int | None:
-        """The lane that comes next; None: a pass is next. Raises RunError at the end of the recording."""
+    def coming(self, waiting: Iterable[int]) -> int | None:
+        """The lane that comes next; None: a pass is next. Raises RunError at the end of the recording.
+
+        waiting    lanes that are to be stepped: the one whose step ended the run never came
+        """
         if not self._under_way:
             self._form_group()
         if self.group or self._under_way:
             return None
         if self._at == len(self._events):
-            raise self._ended()
+            lane = next(iter(waiting), None) if self._ended_by else None
+            if lane is None:
+                raise self._ended()
+            return lane
         if self._events[self._at] >= LOST:
             lane, starts = self._events[self._at] - LOST, self._events[self._at + 1]
             self.lost[lane], self._at = (starts, self._reasons.popleft()), self._at + 2
@@ -349,29 +390,55 @@ class ReplayedRun:
 
     def see(self, fragment: Any) -> None:
         """Compare a fragment that the loop has taken. Raises RunError, which names the first departure."""
-        if self._seen == len(self._fragments):
+        if self._seen < len(self._fragments):
+            before, now = self._fragments[self._seen], entry_of(fragment)
+            self._seen += 1
+            if before != now:
+                raise self._departed(difference(before, now, fragment))
+        elif not self._ended_by:  # else the error came before the loop took it
             raise self._ended()
-        before, now = self._fragments[self._seen], entry_of(fragment)
-        self._seen += 1
-        if before != now:
-            raise self._departed(difference(before, now, fragment))
         for part in getattr(fragment, "parts", (fragment,)) if self._until is not None else ():
             self._look(part)
 
     def _look(self, fragment: Fragment) -> None:
         """Raise RunError, which shows the episode, if the replay is to stop here."""
         for episode in fragment.episodes():
-            if text := found(self._until, episode):
-                raise stopped_at(episode, text)
+            step = episode.t - 1
+            try:
+                text = found(self._until, episode)
+            except Exception as error:
+                error.add_note(f"in until, {place_of(episode, step)}")
+                raise
+            if text:
+                raise stopped_at(episode, text, step)
 
-    def flush(self, *, is_last: bool = False) -> None:
+    def flush(self) -> None:
         """Do nothing: a replay writes nothing."""
+
+    def explained(self, error: Exception) -> Exception:
+        """The error that ended the ring, or one that shows the episode, if it is for a NaN for which it is to stop."""
+        if self._until != "nan" or not isinstance(error, ModuleError) or not error.nan_slots:
+            return error
+        for lane in self._under_way.values():
+            if isinstance(lane, Lane) and lane.where in error.__notes__:
+                live = lane.live(error.nan_slots[0])
+                episode = SingleAgentEpisode.from_state(live.get_state())
+                episode.lane, episode.slot = live.lane, live.slot
+                return stopped_at(episode, str(error), episode.t)
+        return error
+
+    def end(self, error: BaseException | None) -> None:
+        """Log a warning if it was to stop at the end of an episode that has not ended."""
+        has_stopped = isinstance(error, RunError) and error.episode is not None
+        if isinstance(self._until, str) and self._until != "nan" and not has_stopped:
+            logger.warning("the replay of %s has ended, and no episode '%s' has ended in it", self.path, self._until)
 
     def _departed(self, text: str) -> RunError:
         return RunError(f"the run departs from the one that {self.path} has: {text}").see("recorded run")
 
     def _ended(self) -> RunError:
         why = "its program left it" if self.is_whole else "it was killed, or its file was cut short"
+        why = f"its run was ended by {self._ended_by}" if self._ended_by else why
         fragments = len(self._fragments)
         return RunError(f"{self.path} ends here, behind {fragments} fragments: {why}").see("recorded run")
 
@@ -425,12 +492,12 @@ class ReplayedEnvironments(LaneSource):
 
     def hand_over(self, lane: Any) -> None:
         """Have a lane be stepped when it comes."""
-        self._replay.acts()
+        self._replay.acts(lane.index)
         self._waiting[lane.index] = lane
 
     def completed(self) -> Iterator[Any]:
         """The lane that comes next; none: a forward pass is next."""
-        index = self._replay.coming()
+        index = self._replay.coming(self._waiting)
         if index is None:
             return
         lane = self._waiting.pop(index)

@@ -141,7 +141,7 @@ class FragmentRounds(Generic[F]):
         hooks           functions that are called with what comes
         handed_steps    transitions handed out
         error           that ended the ring; None: none did
-        schedule        is shown every fragment that is taken; None: nothing is recorded
+        schedule        is shown every fragment that is taken, and the error; None: nothing is recorded
 
     A reader that leaves its loop in the middle of a round finds the rest of it in its next loop. A round is given back
     to the ring, which may then go on, when the next one is asked for.
@@ -229,8 +229,10 @@ class FragmentRounds(Generic[F]):
         try:
             yield
         except Exception as error:
-            self.error = error
-            raise
+            self.error = error if self.schedule is None else self.schedule.explained(error)
+            if self.error is error:
+                raise
+            raise self.error from error
 
     @property
     def incomplete_steps(self) -> int:

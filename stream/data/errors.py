@@ -119,7 +119,12 @@ class StateError(ConnectorError):
 
 
 class ModuleError(RollflowError, ValueError):
-    """Raised when a module lacks a method or an output, or its output is not a number."""
+    """Raised when a module lacks a method or an output, or its output is not a number.
+
+    nan_slots    of a lane, whose output is NaN
+    """
+
+    nan_slots: Sequence[int] = ()
 
 
 class PolicyError(RollflowError, ValueError):

@@ -279,10 +279,13 @@ def slots_with_nan(actions: Tree) -> list[int]:
 def _unusable(
     column: str, fault: str, slots: list[int], shared_data: dict[str, Any], episodes: Episodes, module: Any
 ) -> ModuleError:
-    return ModuleError(
+    error = ModuleError(
         f"'{column}' {fault} in lane {shared_data.get('lane', 0)}, vector step {shared_data.get('step', 'unknown')}, "
         f"{_named(episodes, slots)}{_blamed(episodes, slots, module)}"
-    ).see("not a number")
+    )
+    if fault == "is NaN":
+        error.nan_slots = episodes.slots[slots].tolist() if isinstance(episodes, LaneEpisodes) else slots
+    return error.see("not a number")
 
 
 def _named(episodes: Episodes, slots: list[int]) -> str:

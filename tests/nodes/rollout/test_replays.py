@@ -19,7 +19,7 @@ from rollflow import Checkpoints, Forward, MultiAgentRollout, Rollout, TrainerSt
 from rollflow.nodes.rollout import schedule
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.column import Column
-from rollflow.stream.data.errors import CheckpointError
+from rollflow.stream.data.errors import CheckpointError, ModuleError
 
 ROUNDS = 5
 NAN = float("nan")
@@ -213,6 +213,10 @@ def test_files_that_are_no_recorded_run_are_refused(tmp_path: Path) -> None:
         Rollout(Late, watch=Watch(replay=tmp_path / "absent"))
     with pytest.raises(CheckpointError, match=r"can't be recorded in .*; expected a file"):
         next(learnt(Watch(record=tmp_path)))
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"there is such a file; expected another path, or replay="):
+        next(learnt(Watch(record=path)))
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -294,6 +298,83 @@ def test_other_weights_than_those_that_were_published_are_named(tmp_path: Path) 
         run(Watch(replay=tmp_path / "run"), 1, 1.5)
 
 
+class Faulty(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole that raises in its step number `at`."""
+
+    at = 10**9
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.count = 0
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise ValueError(f"broken at step {self.at}")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("place", ["inline", "threads"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_an_error_that_ended_a_run_comes_once_more(
+    place: str, prefetch: int, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**watch: Any) -> tuple[list[str], Exception]:
+        batches = []
+        options = {"where": place, "lanes": lanes, "prefetch": prefetch, "env": [Late] * 3 + [Faulty]}
+        with pytest.raises((RunError, ValueError)) as raised:
+            for each in learnt(Watch(**watch), **options, rounds=99):
+                batches.append(each)  # noqa: PERF402
+        return batches, raised.value
+
+    monkeypatch.setattr(Faulty, "at", 21)
+    recorded, error = run(record=tmp_path / "run")
+    replayed, again = run(replay=tmp_path / "run")
+    assert (replayed, str(again), again.__notes__) == (recorded, "broken at step 21", error.__notes__)
+    monkeypatch.setattr(Faulty, "at", 10**9)
+    replayed, ended = run(replay=tmp_path / "run")
+    assert replayed == recorded
+    assert "run ends here, behind" in str(ended)
+    assert "fragments: its run was ended by ValueError: broken at step 21" in str(ended)
+
+
+def test_a_replay_shows_the_episode_for_which_the_module_s_output_is_no_number(tmp_path: Path) -> None:
+    def run(rounds: int, watch: Watch) -> None:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"num_envs": 4, "lanes": 2, "where": "threads", "fragment_length": 5, "seed": 0}
+        with Rollout(Late, watch=watch, **options) as rollout:
+            for number, _ in enumerate(rollout.batches(), 1):
+                if number == rounds:
+                    for each in rollout.module.parameters():
+                        each.data *= NAN
+                    rollout.publish(rollout.module.state_dict())
+
+    with pytest.raises(ModuleError, match="'action_dist_inputs' is NaN"):
+        run(2, Watch(record=tmp_path / "run"))
+    with pytest.raises(RunError, match=r"lane ., slot 0, step \d+ of its episode: 'action_dist_inputs' is") as raised:
+        run(2, Watch(replay=tmp_path / "run", until="nan"))
+    episode = raised.value.episode
+    assert (episode.t, len(episode), episode.get_observations(-1).shape) == (10, 0, (4,))
+    assert raised.value.__notes__[1].startswith("step 10: obs [")
+    assert isinstance(raised.value.__cause__, ModuleError)
+
+
+def test_until_is_checked_and_what_it_does_not_find_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run"
+    for wrong in ("NaN", "", True, NAN, [1], np.zeros(2)):
+        with pytest.raises(ValueError, match=r"until is .*, expected 'nan', a number, an episode's id or a function"):
+            Watch(replay=path, until=wrong)
+    list(learnt(Watch(record=path)))
+    for until in ("nan", 2, np.float32(1.5), "abc"):
+        assert not caplog.messages
+        list(learnt(Watch(replay=path, until=until)))
+    assert caplog.messages == [f"the replay of {path} has ended, and no episode 'abc' has ended in it"]
+    with pytest.raises(AttributeError) as raised:
+        list(learnt(Watch(replay=path, until=lambda episode: episode.absent)))
+    assert raised.value.__notes__[0] == "in until, lane 0, slot 0, step 0 of its episode"
+
+
 @pytest.mark.parametrize("kind", ["nan", "reward", "episode", "function"])
 def test_a_replay_stops_where_it_is_asked_to(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alter(monkeypatch, 11, lambda seen, reward: (seen * NAN, reward) if kind == "nan" else (seen, 7.0))
@@ -342,11 +423,11 @@ def test_what_cannot_be_recorded_or_replayed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.raises(ValueError, match="record and replay of Watch are both given"):
         Watch(record=path, replay=path)
-    with pytest.raises(ValueError, match=r"until is \[1\], expected 'nan', a number, an episode's id or a function"):
-        Watch(replay="a", until=[1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="until='nan' is where a replay stops, expected replay as well"):
         Watch(until="nan")
-    with pytest.raises(ValueError, match=r"Watch\(record=…\) is for environments that step here.*RolloutProcesses"):
+    with pytest.raises(
+        ValueError, match=r"Watch\(record=…\) is for .*RolloutProcesses; .*'threads' or 'processes', with"
+    ):
         Rollout(Late, where="rollouts", workers=1, watch=Watch(record=path))
     with pytest.raises(ValueError, match=r"Watch\(record=…\) is for .*ReadyThreads"):
         Rollout(Late, num_envs=2, where="threads", forward=Forward(max_batch=2), watch=Watch(record=path))
