@@ -20,7 +20,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import EnvError, shown
+from rollflow.stream.data.errors import EnvError, noted, shown
 from rollflow.stream.data.tree import leaves_of, library_of, map_tree
 
 # Packages whose environments and wrappers have no state but in attributes, and in what is named below.
@@ -64,7 +64,11 @@ def set_state(env: Any, state: Mapping[str, Any]) -> None:
 
 def states_of(envs: Sequence[Any]) -> list[dict[str, Any]]:
     """Of each environment {"state": …}, {"replay": …} or {"restart": why}; see `state_of` and `RecordedEnv`."""
-    return [_told_by(env) for env in envs]
+    told = []
+    for slot, env in enumerate(envs):
+        with noted(f"slot {slot}, while its state was read"):
+            told.append(_told_by(env))
+    return told
 
 
 def check_states(states: Sequence[Mapping[str, Any]], count: int) -> None:
@@ -75,13 +79,18 @@ def check_states(states: Sequence[Mapping[str, Any]], count: int) -> None:
         raise EnvError(why)
 
 
-def restored(env: Any, state: Mapping[str, Any]) -> Any:
-    """An environment that has been reset, and goes on from its part of what `states_of` gave: it, or it recorded."""
+def restored(env: Any, state: Mapping[str, Any], slot: int) -> Any:
+    """The environment of a slot that has been reset, and goes on from its part of what `states_of` gave.
+
+    It is the environment, or it recorded.
+    """
     if "replay" not in state:
-        set_state(env, state["state"])
+        with noted(f"slot {slot}, while it was given its state"):
+            set_state(env, state["state"])
         return env
     made = env if isinstance(env, RecordedEnv) else RecordedEnv(env)
-    made.set_state(state["replay"])
+    with noted(f"slot {slot}, while its recorded actions were stepped again"):
+        made.set_state(state["replay"])
     return made
 
 

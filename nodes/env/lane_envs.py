@@ -172,7 +172,8 @@ class MultiAgentEnvs:
         check_states(states, self.num_envs)
         self.reset(seeds)
         told = [pair for each in states for pair in each.items()]
-        self._each = [restored(env, {kind: of["env"]}) for env, (kind, of) in zip(self._each, told, strict=True)]
+        of_each = [{kind: of["env"]} for kind, of in told]
+        self._each = list(map(restored, self._each, of_each, range(self.num_envs)))
         self._states.set_state(np.stack([of["agents"] for _, of in told]))
         self._slots.steps[:] = [of["steps"] for _, of in told]
         self._set_acting()
@@ -405,7 +406,7 @@ class ArrayEnvs:
         """Go on from what `get_state` gave: see `MultiAgentEnvs`."""
         check_states(states, 1)
         self.reset(seeds)
-        restored(self.env, states[0])
+        restored(self.env, states[0], 0)
 
     def step(self, actions: Actions) -> VectorStep:
         """Step every environment with everybody's actions."""

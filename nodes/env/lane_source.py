@@ -367,7 +367,8 @@ class LaneSource:
         """True if a lane's environments go on from their states; else its open episodes end."""
         try:
             seeds, ended = self.seeds_of_lane(place, lane.vector_steps), np.flatnonzero(lane.dead).tolist()
-            self._here[place].set_state(self.states_before[place], seeds, ended)
+            with noted(f"lane {lane.index}, which goes on from a checkpoint"):
+                self._here[place].set_state(self.states_before[place], seeds, ended)
         except EnvError as error:
             self.begin_anew(lane, str(error))
         return bool(lane.is_restored)
@@ -385,7 +386,11 @@ class LaneSource:
 
     def get_state(self) -> list[Any]:
         """The states of every lane's environments. While none steps."""
-        return [each.get_state() for each in self._here]
+        states = []
+        for lane, each in enumerate(self._here, self._first_lane):
+            with noted(f"lane {lane}, of which a checkpoint was to be saved"):
+                states.append(each.get_state())
+        return states
 
     def go_on_from(self, states: Sequence[Any], order: Sequence[int] | None) -> None:
         """Have the environments of lanes that are restored go on from these states, of every lane, when they begin.

@@ -140,7 +140,7 @@ class LaneVectorEnv:
         """
         check_states(states, len(self._each))
         self.reset(seeds)
-        self._each = list(map(restored, self._each, states))
+        self._each = list(map(restored, self._each, states, range(len(states))))
         self.tell_resets(self._turn)
         if self._is_one_by_one and self._mode is AutoresetMode.NEXT_STEP:
             for slot in ended:
@@ -190,7 +190,7 @@ class LaneVectorEnv:
             (self._each[place],) = recorded_as_needed([self._each[place]])
         if state is not None:
             check_states([state], 1)
-            self._each[place] = restored(self._each[place], state)
+            self._each[place] = restored(self._each[place], state, place)
         return self._each[place]
 
     def close(self) -> None:

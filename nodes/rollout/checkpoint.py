@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic, thread_time
+from time import monotonic, sleep, thread_time
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakMethod
 
@@ -38,11 +38,12 @@ from rollflow.stream.data.errors import (
     PolicyError,
     RunError,
     StallError,
+    noted,
     shown,
     warn_caller,
 )
 from rollflow.stream.data.infos import copied
-from rollflow.stream.data.stored_files import StoredKind, checksums, link, write_synced
+from rollflow.stream.data.stored_files import LockedFolder, StoredKind, checksums, link, write_synced
 from rollflow.stream.fragments.ready_lane import ReadyLane
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,9 @@ RUN = StoredKind("rollflow checkpoint", 2, "checkpoint.json", "a checkpoint of a
 TOGETHER = replace(RUN, name="rollflow trainer checkpoint", noun="a checkpoint of a trainer and its rollouts")
 _STATE, _MANIFEST = "checkpoint.safetensors", "manifest.json"
 _NAME = "checkpoint-"
+LOCK_WAIT_S = 8.0  # for children of a run that was killed, such as a `DataLoader`'s: they end some seconds after it
 _IS_ONE = re.compile(rf"{_NAME}\d{{12,}}(\.\d{{3}})?").fullmatch  # several of as many steps have numbers
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, other in each slot
 _RECORDS = {"forward": Forward, "timeouts": Timeouts, "watch": Watch, "checkpoints": Checkpoints}
 
 State = dict[str, Any]
@@ -69,6 +72,12 @@ class KeepsFiles(Protocol):
 
     def load(self, path: Path) -> None:
         """Take the state in a folder."""
+
+
+class _RunFolder(LockedFolder):
+    """Folder that one run at a time saves itself to."""
+
+    kind, writer = RUN, "another run"
 
 
 class RunCheckpoints:
@@ -92,6 +101,7 @@ class RunCheckpoints:
         self.saved: dict[str, Any] = {}
         self.resumed_from: Path | None = None
         self._capture, self._how, self._kind = WeakMethod(capture), how, kind  # its rollout holds these
+        self._folder = None if how is None else _RunFolder(how.folder)
         self._writer = ThreadPoolExecutor(1, "rollflow checkpoints")
         self._written: Future[Path] | None = None
         self._newest: Path | None = None  # that was written, or is gone on from
@@ -102,18 +112,27 @@ class RunCheckpoints:
         self._before: Any = None  # handler of SIGTERM, if it was replaced
         self._is_told = False  # to end, by SIGTERM
         self._has_ended = False
-        self._warned: set[str] = set()
+        self._warned: set[tuple[int, str]] = set()  # lanes and reasons
         self._kept: dict[str, Any] = {}  # what was saved of objects that nobody has attached
 
     def attach(self, objects: Mapping[str, Any]) -> None:
-        """Save objects with the run, by their names; they load what was saved under these in the run before."""
+        """Save objects with the run, by their names; they load what was saved under these in the run before.
+
+        Raises RunError for one of the run before that comes once the loop runs.
+        """
+        if late := ", ".join(name for name in objects if name in self._kept):
+            raise RunError(
+                f"attach({late}=…) is called in the loop of a run that goes on, expected it before the loop: there it "
+                "loads what was saved"
+            )
         for name, each in objects.items():
             keeps_files = isinstance(each, KeepsFiles)
             load = each.load if keeps_files else _ways_of(name, each)[1]
             if name in self.saved:
                 if keeps_files != isinstance(self.saved[name], Path):
                     raise CheckpointError(f"attach({name}=…) is given {shown(each)}, expected what the checkpoint has")
-                load(self.saved[name])
+                with noted(f"while attach({name}=…) had it load what was saved"):
+                    load(self.saved[name])
                 del self.saved[name]
             self.attached[name] = each
 
@@ -126,13 +145,21 @@ class RunCheckpoints:
     def begin(self) -> None:
         """Begin with the run: the first one is due after the time that there is to be between two.
 
-        Raises CheckpointError for a folder that can't be made, or has another run's.
+        Raises CheckpointError for a folder that can't be made, has another run's, or is written to by one.
         """
         self._last, self.thread = monotonic(), threading.get_ident()
         how = self._how
-        if how is None:
+        if how is None or self._folder is None:
             return
-        folder = _made(how.folder)
+        folder, until = _made(how.folder), monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                self._folder.lock()
+                break
+            except CheckpointError:
+                if monotonic() > until:
+                    raise
+                sleep(0.1)
         if _there(folder) and not (self.resumed_from and self.resumed_from.resolve().parent == folder.resolve()):
             raise CheckpointError(
                 f"{folder} has checkpoints of another run; expected Rollout.resume({str(folder)!r}), or another folder"
@@ -146,9 +173,9 @@ class RunCheckpoints:
         how, self.thread = self._how, threading.get_ident()
         if self.saved:
             names = ", ".join(self.saved)
-            warn_caller(
-                f"the checkpoint has {names}, which nothing was given: rollout.attach({names}=…)", RuntimeWarning
-            )
+            text = f"the checkpoint has {names}, which nothing was given: rollout.attach({names}=…)"
+            logger.warning(text)
+            warn_caller(text, RuntimeWarning)
             self._kept, self.saved = self.saved, {}
         if how is None:
             return
@@ -181,8 +208,8 @@ class RunCheckpoints:
 
         waits    return once it is written; else what writing raises is raised by the next call
 
-        Raises RunError if it does not run, CheckpointError for what can't be saved, ValueError for a `keep` below 1,
-        and OSError.
+        Raises RunError if it does not run, CheckpointError for what can't be saved or written, and ValueError for a
+        `keep` below 1.
         """
         check_numbers(keep=(keep, 1))
         self._raise_written()
@@ -229,6 +256,8 @@ class RunCheckpoints:
         """End with the run. Raises what writing the last one has raised."""
         self._has_ended = True
         self._writer.shutdown()
+        if self._folder is not None:
+            self._folder.unlock()
         self._pass_on()
         self._raise_written()
 
@@ -253,12 +282,12 @@ class RunCheckpoints:
 
     def _warn_of_restarts(self, state: State) -> None:
         for lane, environments in enumerate(state["environments"]):
-            reasons = {each["restart"] for each in environments if "restart" in each}
-            for reason in reasons - self._warned:
-                logger.warning(
-                    "a run that goes on from this checkpoint begins lane %d's episodes anew: %s", lane, reason
-                )
-            self._warned |= reasons
+            for reason in {_ADDRESS.sub("", each["restart"]) for each in environments if "restart" in each}:
+                if (lane, reason) not in self._warned:
+                    self._warned.add((lane, reason))
+                    logger.warning(
+                        "a run that goes on from this checkpoint begins lane %d's episodes anew: %s", lane, reason
+                    )
 
 
 # Parts of a state
@@ -336,33 +365,42 @@ def _write(
     """Write a state to a folder, whole or not at all, and remove all but the newest so many beside it; the folder.
 
     files_of    name of what keeps files of its own -> what writes them to a folder
+
+    Raises CheckpointError for what can't be saved, and what the disk refuses.
     """
     try:
         files = {_STATE: packed(state)}
     except PolicyError as error:
         raise CheckpointError(f"the run can't be saved: {error}") from None
     kinds = [sorted({kind for each in lane for kind in each}) for lane in state["environments"]]
-    for left in path.parent.glob(f".{_NAME}*"):  # by a process that was killed as it wrote
-        shutil.rmtree(left, ignore_errors=True)
     made = _hidden(path)
-    made.mkdir(parents=True)
-    write_synced(made / _STATE, files[_STATE])
-    for name, write in files_of.items():
-        folder = made / folder_of(name)
-        write(folder)
-        files[f"{folder.name}/{_MANIFEST}"] = (folder / _MANIFEST).read_bytes()
-    manifest = kind.manifest_bytes({"environments": kinds, "files": checksums(files)})
-    write_synced(made / kind.manifest, manifest)
-    for later in _there(path.parent):  # of a run before, which the next `resume` would go on from
-        if later.name > path.name:
-            aside = later.with_name(f"other-{later.name}")
-            logger.warning("%s is of another run, which was longer: it is moved to %s", later, aside.name)
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(later, aside)
-    os.rename(made, path)
-    for old in _there(path.parent)[:-keep]:
-        os.rename(old, _hidden(old))  # never a part of one by its name
-        shutil.rmtree(_hidden(old), ignore_errors=True)
+    try:
+        for left in path.parent.glob(f".{_NAME}*"):  # by a process that was killed as it wrote
+            shutil.rmtree(left, ignore_errors=True)
+        made.mkdir(parents=True)
+        write_synced(made / _STATE, files[_STATE])
+        for name, write in files_of.items():
+            folder = made / folder_of(name)
+            write(folder)
+            files[f"{folder.name}/{_MANIFEST}"] = (folder / _MANIFEST).read_bytes()
+        manifest = kind.manifest_bytes({"environments": kinds, "files": checksums(files)})
+        write_synced(made / kind.manifest, manifest)
+        for later in _there(path.parent):  # of a run before, which the next `resume` would go on from
+            if later.name > path.name:
+                aside = later.with_name(f"other-{later.name}")
+                logger.warning("%s is of another run, which was longer: it is moved to %s", later, aside.name)
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(later, aside)
+        os.rename(made, path)
+        for old in _there(path.parent)[:-keep]:
+            os.rename(old, _hidden(old))  # never a part of one by its name
+            shutil.rmtree(_hidden(old), ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the run can't be saved to {path}: {error}; expected a disk that has room, and lets it be written"
+        ) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # what has no name of its own yet
     return path
 
 

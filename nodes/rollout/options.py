@@ -175,7 +175,7 @@ class Checkpoints:
     most_share    of the time that saving may take; if it takes more, it is done less often, as a warning says once
 
     A thread writes them. Environments that can't say their state are stepped again from their last reset, with the
-    actions that are recorded for that. Raises ValueError for numbers that are none, or too small.
+    actions that are recorded for that. Raises ValueError for a folder that is none, and numbers out of bounds.
     """
 
     folder: str | os.PathLike[str]
@@ -185,9 +185,11 @@ class Checkpoints:
     most_share: float = 0.01
 
     def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise ValueError(f"folder of Checkpoints is {shown(self.folder)}, expected the path of a folder")
         checked_number("every_s of Checkpoints", self.every_s, above=0, noun="seconds")
         checked_count("keep of Checkpoints", self.keep, 1)
-        checked_number("most_share of Checkpoints", self.most_share, above=0)
+        checked_number("most_share of Checkpoints", self.most_share, above=0, most=1)
         check_flags(on_sigterm=self.on_sigterm)
 
 

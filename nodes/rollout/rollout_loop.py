@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_flags, check_numbers, is_whole
-from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.environments import Environments, EnvKind
 from rollflow.nodes.env.workers.process_environments import ProcessEnvironments
@@ -644,7 +644,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
         Optimizers, schedules, a `DatasetSource`; also what has get_state and set_state, as a `torch.Generator` has. Of
         a `Replay` each checkpoint has all rows, and writes those that are new. In a run that goes on with another one
-        they load what was saved there under their names. Raises ValueError for an object that can't be saved.
+        they load what was saved there under their names: before the loop. Raises ValueError for an object that can't be
+        saved, and RunError for one that comes too late.
         """
         self._checkpoints.attach(objects)
 
@@ -654,8 +655,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         keep    newest checkpoints that are kept there
 
         Lanes stop at their next step for as long as their state is copied. Raises RunError if it does not run, and
-        CheckpointError for what can't be saved: what pieces keep with episodes, and infos, are to be plain values; and
-        ValueError for a `keep` below 1.
+        CheckpointError for what can't be saved or written: what pieces keep with episodes, and infos, are to be plain
+        values; and ValueError for a `keep` below 1.
         """
         return self._checkpoints.save(folder, keep)
 
@@ -704,6 +705,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         state |= {
             "layout": layout_of(environments),
             "keywords": kept_of(given),
+            "pieces": {name: list(pipeline.names) for name, pipeline in self._saved_pipelines()},
             "returns": self.returns.get_state(),
             "rounds": self._rounds.get_state(plain),
             "open_episodes": copied(self._rounds.collector.get_state()),
@@ -728,6 +730,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._prepare_lanes()
         acting.set_state(state["acting"])
         for name, pipeline in self._saved_pipelines():
+            before = state.get("pieces", {}).get(name, pipeline.names)
+            for called, piece in zip(pipeline.names, pipeline, strict=True):
+                if called not in before and type(piece).get_state is not ConnectorV2.get_state:
+                    logger.warning("the run that was saved had no %s in %s: its state is as it was made", called, name)
             pipeline.set_state(state["pipelines"][name])
         self.metrics.set_state(state["metrics"])
         steps, self._lost_before = state["steps_before"], Counter(state["lost_before"])

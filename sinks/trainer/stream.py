@@ -261,7 +261,7 @@ class TrainerStream:
         In the loop, when the trainer has learnt from the last batch and before it publishes. It has the states of what
         is attached, of the stream, and of the rollouts, which stop for as long as they copy it: with all that they have
         sent and was not handed over. What was handed over is acknowledged. Waits for rollouts that are lost, as a batch
-        would. Raises CheckpointError for a rollout that has no state, with the reason, and OSError.
+        would. Raises CheckpointError for a rollout that has no state, with the reason, and what the disk refuses.
         """
         path = self._checkpoints.save(folder, keep)
         self._listener.states = self._cut

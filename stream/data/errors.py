@@ -79,10 +79,13 @@ class RollflowError(Exception):
         self.__notes__.sort(key=lambda each: each.startswith(SEE))
 
 
+_INNER = "rollflow.", "contextlib"  # which runs the context managers of rollflow
+
+
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, at the line of the innermost caller outside of rollflow."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("rollflow."):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_INNER):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
 

@@ -285,7 +285,7 @@ def live(way: Way, folder: Path, rounds: int, told: Path, *, every_s: float, sav
         rollout = kind.resume(folder, way.env if callable(way.env) else None, **given)
     else:
         options = {"num_envs": 4, "fragment_length": 16, "seed": 3, **way.options}
-        rollout = kind(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1e9), **options)
+        rollout = kind(way.env, checkpoints=Checkpoints(folder, every_s, keep=2, most_share=1.0), **options)
     parameters = [each for module in modules_of(rollout).values() for each in module.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -403,7 +403,7 @@ def stopped(
                 differ.append(f"run {run}, round {line}: expected {expected.get(number)}")
         if missing := expected.keys() - seen:
             differ.append(f"run {run} lacks rounds {sorted(missing)[:5]}")
-        there = [each.name for each in place.iterdir() if not each.name.startswith("checkpoint-")]
+        there = [each.name for each in place.iterdir() if not each.name.startswith(("checkpoint-", ".lock"))]
         left += [] if is_killed else there  # else it was killed in the save behind its last round
     return Found(lives, lines, twice, differ, left + processes_left())
 

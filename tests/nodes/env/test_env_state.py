@@ -213,7 +213,7 @@ def test_environments_of_petting_zoo_go_on_to_the_bit(name: str, is_recorded: bo
     _, seen = play_agents(first, seen, random, 37)
     (state,) = states_of([first])
     assert list(state) == ["replay" if is_recorded else "state"]
-    restored(other, sent(state))
+    restored(other, sent(state), 0)
     again = np.random.default_rng()
     again.bit_generator.state = random.bit_generator.state
     expected, found = (play_agents(env, seen, draws, 40)[0] for env, draws in ((first, random), (other, again)))

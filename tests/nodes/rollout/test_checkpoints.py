@@ -1,6 +1,7 @@
 """Checkpoints: a run that was saved and goes on gives what it would have given, and loses and doubles nothing."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -61,6 +62,7 @@ from rollflow import (
 )
 from rollflow.nodes import RandomModule
 from rollflow.nodes.env.workers.ready_slots import ReadySlots
+from rollflow.nodes.rollout import checkpoint
 from rollflow.nodes.rollout.checkpoint import RUN, read
 from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import CheckpointError
@@ -636,13 +638,13 @@ def test_what_another_layout_leaves_out_is_counted_as_lost(tmp_path: Path) -> No
 
 
 def test_rounds_save_by_themselves_and_keep_the_newest(tmp_path: Path) -> None:
-    with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=2, most_share=1e9))):
+    with (run := begun(checkpoints=Checkpoints(tmp_path, every_s=1e-9, keep=2, most_share=1.0))):
         seen: set[str] = set()
         for _ in run.batches():
             seen |= {each.name for each in tmp_path.glob("checkpoint-*")}
             if len(seen) > 2:
                 break
-    there = sorted(each.name for each in tmp_path.iterdir())
+    there = sorted(each.name for each in tmp_path.glob("checkpoint-*"))
     assert len(there) == 2
     assert min(seen) < there[0] < there[1] <= f"checkpoint-{run.num_steps:012d}"
     with (resumed := Rollout.resume(tmp_path)):
@@ -656,7 +658,7 @@ def test_checkpoints_that_cost_much_are_written_less_often(tmp_path: Path, caplo
                 break
             if run._checkpoints._written is not None:
                 run._checkpoints._written.result()
-    assert len(list(tmp_path.iterdir())) == 2  # the first, and that of the end
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2  # the first, and that of the end
     text = (
         r"a checkpoint takes 0\.\d\d s: there is one every \d+ s, so that they take 0.0 % of the time; expected that,"
     )
@@ -680,7 +682,7 @@ def test_a_process_that_is_told_to_end_saves_first(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         told = [first, *map(int, process.stdout.read().split())]
         assert process.wait() == 128 + signal.SIGTERM
-    assert [each.name for each in tmp_path.iterdir()] == [f"checkpoint-{told[-1]:012d}"]
+    assert [each.name for each in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{told[-1]:012d}"]
     with (resumed := Rollout.resume(tmp_path)):
         next(resumed.batches())
     assert resumed.num_steps > told[-1]
@@ -900,12 +902,13 @@ def test_lanes_stop_after_as_many_fragments_as_if_the_run_had_gone_on(lanes: int
 
 
 def test_a_save_that_comes_when_environments_have_ended_does_not_end_the_loop(tmp_path: Path, caplog: Any) -> None:
-    with (run := begun(prefetch=3, num_fragments=3, checkpoints=Checkpoints(tmp_path, every_s=1e-9, most_share=1e9))):
+    with (run := begun(prefetch=3, num_fragments=3, checkpoints=Checkpoints(tmp_path, every_s=1e-9, most_share=1.0))):
         batches = run.batches()
         next(batches)
         assert run._drive is not None
         run._drive._has_stopped.wait()
-        run._checkpoints._written.result()  # the first one: the next is due
+        run._checkpoints._written.result()  # the first one
+        run._checkpoints._cost_s = 0.0  # the next is due
         assert len(list(batches)) == 2
     assert "no checkpoint is saved: the run has ended" in caplog.text
 
@@ -916,7 +919,7 @@ def test_a_run_whose_last_save_fails_ends_all_the_same(options: Any, tmp_path: P
     run = begun(checkpoints=Checkpoints(folder), **options)
     with pytest.raises(CheckpointError, match=r"run: .*; expected a folder"), run:
         next(run.batches())
-        folder.rmdir()
+        shutil.rmtree(folder)
         folder.touch()
     assert "closed" in repr(run)
     assert run.environments.is_closed
@@ -997,19 +1000,39 @@ def test_sigterm_behind_the_last_round_ends_the_process_behind_the_block(tmp_pat
         process.send_signal(signal.SIGTERM)
         process.stdin.close()
         assert process.wait() == -signal.SIGTERM
-    assert len(list(tmp_path.iterdir())) == 1  # the run as it was left
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1  # the run as it was left
 
 
-def test_what_was_attached_is_not_lost_where_nothing_is_attached(tmp_path: Path) -> None:
+class Refusing:
+    """Something that takes no state."""
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise RuntimeError("it learns nothing")
+
+
+def test_what_was_attached_is_not_lost_where_nothing_is_attached(tmp_path: Path, caplog: Any) -> None:
     with (run := begun()):
         run.attach(counter=Live())
         next(run.batches())
         run._checkpoints.attached["counter"].state["array"] += 7
         run.save(tmp_path)
     with (run := Rollout.resume(tmp_path)):
-        with pytest.warns(RuntimeWarning, match="the checkpoint has counter, which nothing was given"):
+        text = "the checkpoint has counter, which nothing was given"
+        with pytest.warns(RuntimeWarning, match=text) as warned:
             next(run.batches())
+        assert warned[0].filename == __file__
+        assert text in caplog.text
+        with pytest.raises(
+            RunError, match=r"attach\(counter=…\) is called in the loop .*, expected it before the loop"
+        ):
+            run.attach(counter=Live())
         run.save(tmp_path)
+    with pytest.raises(RuntimeError, match="it learns nothing") as raised:
+        Rollout.resume(tmp_path).attach(counter=Refusing())
+    assert raised.value.__notes__ == ["while attach(counter=…) had it load what was saved"]
     counter = Live()
     Rollout.resume(tmp_path).attach(counter=counter)
     np.testing.assert_array_equal(counter.state["array"], [7, 7, 7])
@@ -1028,9 +1051,125 @@ def test_a_folder_of_another_run_is_refused_and_a_copy_is_a_run_of_its_own(tmp_p
     with (run := Rollout.resume(tmp_path / "copy")):
         next(run.batches())
     assert sorted(first.iterdir()) == there
-    assert len(list((tmp_path / "copy").iterdir())) == 2
+    assert len(list((tmp_path / "copy").glob("checkpoint-*"))) == 2
     monkeypatch.chdir(tmp_path)
     Rollout.resume(first, checkpoints=Checkpoints("first")).start().close()  # the same folder by another path
+
+
+def test_one_run_at_a_time_saves_itself_to_a_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(checkpoint, "LOCK_WAIT_S", 0.2)
+    with (run := begun(checkpoints=Checkpoints(tmp_path))):
+        next(run.batches())
+        run.save(tmp_path)
+        with pytest.raises(CheckpointError, match=r"another run writes to .*, expected one at a time: close it, or"):
+            Rollout.resume(tmp_path).start()
+    with (run := Rollout.resume(tmp_path)):
+        next(run.batches())
+
+
+def test_a_disk_that_is_full_is_told_and_nothing_half_written_stays(tmp_path: Path, monkeypatch: Any) -> None:
+    def refused(*of_file: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_synced", refused)
+    text = rf"the run can't be saved to {tmp_path}/checkpoint-\d+: .*No space left.*; expected a disk that has room"
+    run = begun(checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(CheckpointError, match=text), run:
+        next(run.batches())
+        with pytest.raises(CheckpointError, match=text):
+            run.save(tmp_path)
+    assert not run.is_running
+    assert [each.name for each in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"folder": 3}, "folder of Checkpoints is 3, expected the path of a folder"),
+        ({"folder": ""}, "folder of Checkpoints is '', expected the path of a folder"),
+        ({"keep": 0}, "keep of Checkpoints is 0, expected a whole number from 1 on"),
+        ({"most_share": 7}, "most_share of Checkpoints is 7, expected a number above 0, up to 1"),
+    ],
+)
+def test_checkpoints_that_can_not_be_are_refused_when_they_are_made(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Checkpoints(**{"folder": "runs", **given})
+
+
+def test_a_piece_that_the_run_before_had_not_is_told(tmp_path: Path, caplog: Any) -> None:
+    saved(tmp_path)
+    with Rollout.resume(tmp_path, env_to_module_connector=filtered) as run:
+        next(run.batches())
+    assert "the run that was saved had no MeanStdFilter in env_to_module: its state is as it was made" in caplog.text
+
+
+class Failing(Walk):
+    """Something that fails once its class says so."""
+
+    fails = ""
+
+    def step(self, action: Any) -> Any:
+        assert self.fails != "step", "no step"
+        return super().step(action)
+
+
+class FailingSelf(Failing):
+    def get_state(self) -> Any:
+        assert self.fails != "get", "nothing to say"
+        return {}
+
+    def set_state(self, state: Any) -> None:
+        assert self.fails != "set", "nothing to take"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fails", "text"),
+    [
+        (FailingSelf, "get", "slot 0, while its state was read"),
+        (FailingSelf, "set", "slot 0, while it was given its state"),
+        (Failing, "step", "slot 0, while its recorded actions were stepped again"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"where": "threads"}], ids=str)
+def test_an_environment_that_fails_as_it_is_saved_or_goes_on_is_named(
+    kind: Any, fails: str, text: str, options: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def run() -> None:
+        resumed = Rollout.resume(tmp_path, kind)
+        monkeypatch.setattr(kind, "fails", fails if fails != "get" else "")
+        with resumed:
+            next(resumed.batches())
+            monkeypatch.setattr(kind, "fails", fails)
+            resumed.save(tmp_path)
+
+    saved(tmp_path, begun(kind, checkpoints=Checkpoints(tmp_path), lanes=1, **options))
+    with pytest.raises(AssertionError) as raised:
+        run()
+    lane = (
+        "lane 0, of which a checkpoint was to be saved" if fails == "get" else "lane 0, which goes on from a checkpoint"
+    )
+    assert {text, lane} <= set(raised.value.__notes__)
+
+
+class Locked(Walk):
+    """It says what no file can have, another thing in each slot."""
+
+    def get_state(self) -> Any:
+        return {"lock": threading.Lock()}
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_reason_to_begin_anew_is_told_once_for_each_lane(tmp_path: Path, caplog: Any) -> None:
+    with (run := begun(Locked, lanes=2)):
+        next(run.batches())
+        run.save(tmp_path)
+        run.save(tmp_path)
+    told = [each.getMessage() for each in caplog.records if "episodes anew" in each.getMessage()]
+    reason = "Locked.get_state()['lock'] is lock <unlocked _thread.lock object>, which can't be saved"
+    assert [reason in each for each in told] == [True, True]
+    assert ["lane 0" in each for each in told] == [True, False]
 
 
 def test_a_save_in_another_thread_is_refused(tmp_path: Path) -> None:
