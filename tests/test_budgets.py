@@ -44,8 +44,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
     "nodes/policies": (1898, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2722, 27),  # best policies of other environments refused; folders locked, late attach refused
-    "nodes/stages": (1920, 22),  # states of several modules; fragments shown to a schedule; another prefetch
+    "nodes/rollout": (2722, 27),  # lost workers and errors replayed; folders of checkpoints locked, late attach refused
+    "nodes/stages": (1920, 22),  # states of several modules; fragments and errors shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (810, 20),
     "rollflow": (64, 0),  # a name more
@@ -55,7 +55,10 @@ BUDGETS = {  # folder -> code lines, classes
     "sinks/replay": (2049, 27),  # clients of a host bounded; a task that waits for a replay is woken
     "sinks/trainer": (2810, 25),  # saved together, by one trainer after the other, and given states; replay refused
     "stream": (64, 0),
-    "stream/data": (1612, 39),  # files of all that is stored, from elsewhere; warnings point past context managers
+    "stream/data": (
+        1612,
+        39,
+    ),  # the episode of a replay that stops, slots whose output is NaN; files of all that is stored
     "stream/episodes": (1670, 13),
     "stream/fragments": (1636, 20),  # layouts shared; answers that wait, and the state of slots in rows of their own
     "stream/graph": (2517, 33),  # items that are away; starts wait for gates; stages that are wrapped
