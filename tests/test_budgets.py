@@ -44,7 +44,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1731, 31),  # the state of races in tensors; versions told when loaded; weights of rounds marked
     "nodes/offloaded": (1966, 25),  # layouts shared; ids of episodes in ready fragments
     "nodes/policies": (1898, 9),  # tensors of bfloat16; numbers of enumerations; policies that are pickled
-    "nodes/rollout": (2722, 27),  # lost workers and errors replayed; folders of checkpoints locked, late attach refused
+    "nodes/rollout": (2727, 27),  # lost workers and errors replayed; folders of checkpoints locked, late attach refused
     "nodes/stages": (1920, 22),  # states of several modules; fragments and errors shown to a schedule; another prefetch
     "policy": (381, 3),  # what is asked again; observations and sessions counted; the package asked for
     "policy/serving": (810, 20),

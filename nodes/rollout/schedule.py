@@ -21,7 +21,7 @@ import struct
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -339,20 +339,19 @@ class ReplayedRun:
         """Take note that a lane has its actions."""
         del self._under_way[lane]
 
-    def coming(self, waiting: Iterable[int]) -> int | None:
+    def coming(self, step_rest: Callable[[], None]) -> int | None:
         """The lane that comes next; None: a pass is next. Raises RunError at the end of the recording.
 
-        waiting    lanes that are to be stepped: the one whose step ended the run never came
+        step_rest    steps the lanes that are to be stepped: the one whose step ended the run never came
         """
         if not self._under_way:
             self._form_group()
         if self.group or self._under_way:
             return None
         if self._at == len(self._events):
-            lane = next(iter(waiting), None) if self._ended_by else None
-            if lane is None:
-                raise self._ended()
-            return lane
+            if self._ended_by:
+                step_rest()
+            raise self._ended()
         if self._events[self._at] >= LOST:
             lane, starts = self._events[self._at] - LOST, self._events[self._at + 1]
             self.lost[lane], self._at = (starts, self._reasons.popleft()), self._at + 2
@@ -497,18 +496,26 @@ class ReplayedEnvironments(LaneSource):
 
     def completed(self) -> Iterator[Any]:
         """The lane that comes next; none: a forward pass is next."""
-        index = self._replay.coming(self._waiting)
+        index = self._replay.coming(self._step_rest)
         if index is None:
             return
         lane = self._waiting.pop(index)
         if (lost := self._replay.lost.pop(index, None)) is not None:
             self._begin_again(lane, *lost)
-        elif index in self._fresh:
+        else:
+            self._step(lane)
+        self._fresh.discard(index)
+        yield lane
+
+    def _step(self, lane: Any) -> None:
+        if lane.index in self._fresh:
             self.reset_lane(lane)
         else:
             super().hand_over(lane)
-        self._fresh.discard(index)
-        yield lane
+
+    def _step_rest(self) -> None:
+        for lane in self._waiting.values():
+            self._step(lane)
 
     def _begin_again(self, lane: Any, starts: int, reason: str) -> None:
         """Have a lane's environments be made and begun once more, as a worker did that took the place of another."""
