@@ -199,7 +199,7 @@ async def test_other_tasks_go_on_while_a_log_is_written_to_its_end(monkeypatch: 
     in_time: list[bool] = []
 
     class Patient:
-        open = staticmethod(lambda: None)
+        open = staticmethod(lambda last: None)
         close = staticmethod(lambda: None)
 
         def write(self, row: Any) -> None:
