@@ -963,7 +963,13 @@ def test_runs_that_are_killed_at_any_moment_are_those_that_never_stopped() -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-EXAMPLE = "import sys, cartpole; cartpole.MAX_UPDATES = 30; cartpole.main(save_to=sys.argv[1], folder=sys.argv[2])"
+EXAMPLE = """
+import sys, cartpole
+often = cartpole.Checkpoints  # after nearly every round: so that five lives make fewer than all
+cartpole.Checkpoints = lambda folder, every_s: often(folder, every_s=1e-3, most_share=1.0)
+cartpole.MAX_UPDATES = 30
+cartpole.main(save_to=sys.argv[1], folder=sys.argv[2])
+"""
 
 
 @pytest.mark.slow
