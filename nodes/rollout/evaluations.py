@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ _LOOK_S = 0.25  # between two looks at whether it is to be broken off
 _MEAN = "mean_return"  # in `trained_on` of the best policy
 
 Found = Evaluation | dict[Any, Evaluation]
+Played = tuple[partial[Found], Mapping[Path, Policy], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +53,39 @@ class Evaluations:
     """Evaluates a rollout's newest weights every so many environment steps, and keeps the best policy on disk.
 
         steps    environment steps from one evaluation to the next
-        best     path -> policy, of those that are kept if their mean return is the highest so far; {}: none is
+        played   gives a call that plays with copies of the policies; path -> policy, of those that are kept if their
+                 mean return is the highest so far, {}: none is; and the policies' versions
 
         done     the evaluations that have ended, the oldest first
 
     An evaluation that is due while another is under way begins when that has ended. One that fails is logged, and the
     rollout goes on. One that is under way at the end of the rollout is broken off.
 
-    Raises PolicyError if something else than such a policy is at one of the paths.
+    Raises TypeError for a keyword that the call has not, and PolicyError if something else than such a policy is at one
+    of the paths.
     """
 
-    def __init__(self, steps: int, best: Mapping[Path, Policy], log: Callable[[str, float], None]) -> None:
+    def __init__(self, steps: int, played: Callable[[], Played], log: Callable[[str, float], None]) -> None:
+        play, best, _ = played()  # raises what is wrong
+        try:
+            signature(play)
+        except ValueError:
+            raise TypeError(f"evaluate_every got {sorted(play.keywords)}, expected keywords of evaluate") from None
         self.done: list[EvaluationBeside] = []
-        self._steps, self._log = steps, log
+        self._steps, self._played, self._log = steps, played, log
         self._due = 0
         self._highest = max(map(_mean_before, best, best.values()), default=float("-inf"))
         self._thread = ThreadPoolExecutor(1, "rollflow evaluation")
         self._last: Future[None] | None = None
         self._is_closed = False
 
-    def is_due(self, steps: int) -> bool:
-        """True, once, if so many environment steps ask for an evaluation, and none is under way."""
+    def look(self, steps: int) -> None:
+        """Begin one if so many environment steps ask for it, and none is under way."""
         if steps < self._due or not (self._last is None or self._last.done()):
-            return False
-        begins, self._due = self._due > 0, (steps // self._steps + 1) * self._steps
-        return begins
-
-    def begin(self, steps: int, version: Any, play: Callable[[], Found], best: Mapping[Path, Policy]) -> None:
-        """Begin one.
-
-        play    plays in the other process; holds copies
-        best    path -> policy that is saved there, of those that play
-        """
-        self._last = self._thread.submit(self._evaluate, steps, version, play, best)
+            return
+        is_first, self._due = not self._due, (steps // self._steps + 1) * self._steps
+        if not is_first:  # a run begins with none
+            self._last = self._thread.submit(self._evaluate, steps, *self._played())
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} every {self._steps:,} steps: {len(self.done)} done>"
@@ -98,7 +100,7 @@ class Evaluations:
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _evaluate(self, steps: int, version: Any, play: Callable[[], Found], best: Mapping[Path, Policy]) -> None:
+    def _evaluate(self, steps: int, play: Callable[[], Found], best: Mapping[Path, Policy], version: Any) -> None:
         try:
             found = self._found(play, steps)
         except (RollflowError, OSError) as error:

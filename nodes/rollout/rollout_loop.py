@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, Generic, Self, TypeVar
@@ -40,7 +39,7 @@ from rollflow.nodes.rollout.checkpoint import (
     set_generators,
 )
 from rollflow.nodes.rollout.drivers import Driver, RolloutDoctor
-from rollflow.nodes.rollout.evaluations import Evaluations
+from rollflow.nodes.rollout.evaluations import Evaluations, Played
 from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import place
 from rollflow.nodes.rollout.schedule import Recording, ReplayedCredits, ReplayedForward, ReplayedRun, sum_of_weights
@@ -168,7 +167,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
         self._checkpoints = RunCheckpoints(self._captured, options.checkpoints)
-        self._beside: list[tuple[Evaluations, Callable[[Evaluations], None]]] = []
+        self._beside: list[Evaluations] = []
         if options.checkpoints is not None:
             self.environments.record_actions()
 
@@ -593,20 +592,13 @@ class RolloutLoop(abc.ABC, Generic[F]):
         check_numbers(steps=(steps, 1), episodes=(episodes, 1))
         if self._state not in ("new", "running"):
             raise RunError(f"the rollout is {self._state}, expected evaluate_every() before its loop, or in it")
-        folder = None if best is None else Path(best)
-        play, policies, _ = self._played(env, episodes, options)  # raises what is wrong
-        try:
-            signature(play)
-        except ValueError:
-            raise TypeError(f"evaluate_every got {sorted(options)}, expected keywords of evaluate") from None
-        evaluations = Evaluations(steps, {} if folder is None else policies(folder), self.log)
 
-        def begin(evaluations: Evaluations) -> None:
+        def played() -> Played:
             play, policies, version = self._played(env, episodes, options)
-            evaluations.begin(self.num_steps, version, play, {} if folder is None else policies(folder))
+            return play, {} if best is None else policies(Path(best)), version
 
-        self._beside.append((evaluations, begin))
-        return evaluations
+        self._beside.append(Evaluations(steps, played, self.log))
+        return self._beside[-1]
 
     @abc.abstractmethod
     def _played(self, env: Any, episodes: int, options: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -825,7 +817,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._interrupted_by = type(error).__name__
         self._rounds.let_go()
         self._relay.take(())
-        for evaluations, _ in self._beside:
+        for evaluations in self._beside:
             evaluations.close()
         try:
             self.log.end()
@@ -890,9 +882,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         if self._state != "running":
             raise closed
         self._checkpoints.look()
-        for evaluations, begin in self._beside:
-            if evaluations.is_due(self.num_steps):
-                begin(evaluations)
+        for evaluations in self._beside:
+            evaluations.look(self.num_steps)
         if self._options.schedule is not None:
             self._options.schedule.flush()
         try:
